@@ -46,8 +46,12 @@ class Exporter:
 
     def begin(self) -> None:
         """Start the thread if there are destinations. The thread imports the libraries, which may take seconds."""
-        if self._destinations:
+        if not self._destinations:
+            return
+        try:
             self._thread.start()
+        except RuntimeError as error:  # The user has too many threads.
+            logger.warning("rank %d exports no counters: %s; the run continues", self._read().rank, error)
 
     def end(self) -> None:
         """Write the counters a last time, and stop the thread. Wait at most END_S seconds for it."""

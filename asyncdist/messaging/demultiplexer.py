@@ -243,7 +243,7 @@ class TagDemultiplexer:
         if count := self.early.forget(rank):
             self.dropped["earlier incarnation"] += count
             self.receiver.resume(self.receiver)
-        for channel in self._channels.values():
+        for channel in self._all():  # closed channels that still answer, too
             channel.on_restarted(rank)
 
     def _awaited_names(self) -> list[str]:
@@ -267,6 +267,7 @@ class TagDemultiplexer:
                 tag=self.tag,
             )
         self._channels[channel.scope] = channel
+        self._closed_scopes.pop(channel.scope, None)
         self.route_to(channel)
 
     def route_to(self, channel: ReceivingChannel) -> None:

@@ -117,6 +117,7 @@ class Engine(Poller):
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[AbandonedReceive]] = {}
         self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
+        self._timed: set[asyncio.Future[None]] = set()  # awaited futures that are completed at a deadline
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -314,6 +315,10 @@ class Engine(Poller):
         found = self._waiters.get(waiter)
         return None if found is None else self.loop.time() - found[1]
 
+    def has_deadline(self, waiter: Any) -> bool:
+        """Return whether the wait for the future ``waiter`` ends at a deadline."""
+        return waiter in self._timed
+
     async def until(
         self,
         condition: Callable[[], bool],
@@ -349,13 +354,17 @@ class Engine(Poller):
                     continue
                 waiter = self._new_waiter()
                 self._conditions[waiter] = condition
-                alarm = Alarm(self.loop, deadline, waiter) if deadline is not None else None
+                alarm = None
+                if deadline is not None:
+                    alarm = Alarm(self.loop, deadline, waiter)
+                    self._timed.add(waiter)
                 try:
                     await self.park(waiter, what, is_of_request=is_of_request or deadline is not None, peers=peers)
                 finally:
                     del self._conditions[waiter]
                     if alarm is not None:
                         alarm.cancel()
+                        self._timed.remove(waiter)
             return True
         finally:
             # The end of a wait with a deadline is recorded only here, because the messages delivered last decide its
@@ -381,6 +390,7 @@ class Engine(Poller):
             peers: Function that returns the ranks that may end the wait, if there are several.
         """
         alarm = Alarm(self.loop, deadline, waiter)
+        self._timed.add(waiter)
         self._note_wait_begun(True)
         try:
             await self.park(waiter, what, is_of_request=True, peers=peers)
@@ -393,6 +403,7 @@ class Engine(Poller):
             return False
         finally:
             alarm.cancel()
+            self._timed.remove(waiter)
             self._note_wait_ended(True)
 
     async def park(

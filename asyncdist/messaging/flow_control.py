@@ -176,8 +176,3 @@ class TagFlow:
         """Start with a full window of messages to ``rank``, to which this restarted rank has just connected."""
         if rank in self.lanes:
             self.lanes[rank].room = self._window
-
-    @property
-    def held_ranks(self) -> list[int]:
-        """Ranks for which this rank holds messages back."""
-        return [rank for rank, lane in self.lanes.items() if lane.held]

@@ -50,9 +50,12 @@ class AttachAccept:
 
 
 class _Outgoing:
-    """A tensor being sent, and its stream or, if the receiver expects a different size, the receiver's grant."""
+    """A tensor being sent, and its stream or, if the receiver expects a different size, the receiver's grant.
 
-    __slots__ = ("address", "refused", "stream", "view")
+    ``is_lost`` is whether the receiver's process was lost before it answered. A new process of the rank may exist.
+    """
+
+    __slots__ = ("address", "is_lost", "refused", "stream", "view")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         check_dense(tensor)
@@ -60,6 +63,7 @@ class _Outgoing:
         self.address = tensor.data_ptr()
         self.stream: OutboundStream | None = None
         self.refused: streams.Grant | None = None
+        self.is_lost = False
 
     @property
     def is_answered(self) -> bool:
@@ -199,9 +203,9 @@ class UserStreams:
         try:
             self._start_next(dest)
             what = WaitId(WaitKind.STREAM_RECEIVER, tags.PARAM, dest)
-            await self._engine.until(lambda: outgoing.is_answered or dest in services.gone, what)
+            await self._engine.until(lambda: outgoing.is_answered or outgoing.is_lost or dest in services.gone, what)
             if not outgoing.is_answered:
-                raise self._gone(dest, "received")
+                raise self._gone(dest, "received", is_lost=outgoing.is_lost)
             complete = await outgoing.run(dest)
         finally:
             if not outgoing.is_answered and outgoing in waiting:
@@ -254,8 +258,8 @@ class UserStreams:
                 raise
         return tensor
 
-    def _gone(self, rank: int, done: str) -> RankLostError:
-        ended = "was lost" if rank in self._services.lost_ranks() else "left"
+    def _gone(self, rank: int, done: str, *, is_lost: bool = False) -> RankLostError:
+        ended = "was lost" if is_lost or rank in self._services.lost_ranks() else "left"
         return RankLostError(f"rank {rank} {ended} before it {done} the tensor", rank=rank)
 
     def _shared_pacer(self) -> streams.Pacer:
@@ -276,6 +280,8 @@ class UserStreams:
     def _on_returned(self, rank: int) -> None:
         """Drop the grants, tensors and memory access of a restarted rank's previous process."""
         self._on_gone(rank)
+        for outgoing in self._waiting.get(rank, ()):
+            outgoing.is_lost = True  # Its task may not have run since the loss, and must not wait for the new process.
         for of_ranks in (self._grants, self._waiting, self._tokens, self._processes):
             of_ranks.pop(rank, None)
         self._finders.discard(rank)

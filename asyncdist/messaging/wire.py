@@ -19,10 +19,11 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from asyncdist._version import FRAME_VERSION
 from asyncdist.errors import LocalProtocolError
 from asyncdist.messaging import _crc32
 
-VERSION: Final = 2
+VERSION: Final = FRAME_VERSION
 ROUND_MAX: Final = 0xFFFFFFFF
 EPOCH_MAX: Final = 0xFFFFFFFF
 FRAME_NBYTES_MAX: Final = 65536

@@ -14,12 +14,11 @@ from typing import Final
 import torch
 
 from asyncdist import tags
-from asyncdist._version import __version__
+from asyncdist._version import describe_version
 from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import DisagreementError, RankLostError
-from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.world import World
@@ -77,7 +76,7 @@ async def _exchange_hellos(
     transport: Transport, group: Group, collectives: Collectives
 ) -> tuple[int, tuple[int, ...] | None]:
     """Check that all versions are equal. Return the job's nonce, and the lowest rank on the host of each rank."""
-    version = f"asyncdist {__version__}, frames {wire.VERSION}"
+    version = describe_version()
     own = secrets.randbits(32) if transport.launch_nonce is None else transport.launch_nonce
     host = hashlib.sha256(transport.hostname.encode(errors="surrogateescape")).digest()[:_HOST_NBYTES]
     mine = _HELLO.pack(own, host, version.encode()[:_VERSION_NBYTES])

@@ -134,6 +134,7 @@ async def hosted(
     transport, engine = recording.transport, recording.engine
     engine.start()
     exporter: Exporter | None = None
+    reporter: WaitReporter | None = None
     token = None
     stack = contextlib.ExitStack()
     stack.enter_context(abandoned_in_children(functools.partial(_abandon, engine, loop)))
@@ -146,17 +147,17 @@ async def hosted(
             _raise_as_it_is(error)
         world.peers.warns_of_losses = options.tells and transport.capabilities.logs_losses
         world.warns_if_alone = options.warns_if_alone
-        recording.begin(world)
-        exporter = _exporter(world, transport, options)
-        token = _current_world.set(world)
-        engine.start()  # The second call makes messages run in the context of this rank.
         main, monitor = asyncio.current_task(), FailureMonitor(world)
-        world.agreements.is_interrupted = lambda: interrupts.received is not None
-        interrupts.ask_before(world.rank, functools.partial(_note_interrupt, main, world, monitor))
-        interrupts.spare(main, monitor.is_stopped)
-        reporter = _reporter(world, transport, options, stack)
         success: SystemExit | None = None  # sys.exit(0) counts as a normal return
         try:
+            recording.begin(world)
+            exporter = _exporter(world, transport, options)
+            token = _current_world.set(world)
+            engine.start()  # The second call makes messages run in the context of this rank.
+            world.agreements.is_interrupted = lambda: interrupts.received is not None
+            interrupts.ask_before(world.rank, functools.partial(_note_interrupt, main, world, monitor))
+            interrupts.spare(main, monitor.is_stopped)
+            reporter = _reporter(world, transport, options, stack)
             try:
                 async with _task_group(world, monitor, options.watchdogs, reporter):
                     with ending_forked_children():

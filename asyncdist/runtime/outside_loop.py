@@ -26,12 +26,15 @@ def is_loop_running() -> bool:
     return True
 
 
-def call_outside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
+def call_outside_loop(
+    fn: Callable[[], T], meanwhile: Callable[[], None] | None = None, wake: Callable[[], None] | None = None
+) -> T:
     """Call ``fn`` and return its result. If a loop is running in this thread, a new thread calls ``fn``.
 
     The new thread has the caller's context variables and torch modes. If a signal handler raises an exception in the
     waiting caller, usually KeyboardInterrupt, the caller continues to wait, and the thread raises the exception.
-    ``meanwhile`` is called repeatedly while the caller waits.
+    ``meanwhile`` is called repeatedly while the caller waits. After an exception, ``wake()`` makes the thread run
+    Python code, because its loop may be waiting for events.
     """
     if not is_loop_running():
         return fn()
@@ -56,6 +59,8 @@ def call_outside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None 
         except BaseException as error:
             interrupt = error
             _raise_in(thread, type(error))
+            if wake is not None:
+                wake()
     returned, failure = outcomes[0] if outcomes else (None, interrupt)
     failure = failure or interrupt  # Raise an interrupt that arrived too late for the thread.
     if failure is not None:

@@ -101,7 +101,7 @@ def run(
 
     If an event loop is already running, as in a notebook, local ranks run in a separate thread with the caller's
     context and torch modes. The caller and its loop are blocked until the ranks have ended. A second Ctrl-C raises
-    KeyboardInterrupt in main.
+    KeyboardInterrupt in main or, if main awaits, cancels it again.
 
     Under a launcher, the first call excludes the existing objects, mostly modules, from garbage collection
     (:func:`gc.freeze`). Reference cycles among them are never freed.
@@ -126,7 +126,8 @@ def run(
             variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged
             when main has waited in one line for once to twice this time while other ranks continue. The wait may be for
             a message, a stream, a collective, or main's own future or event. If no value is set, the warning is logged
-            after 300 s and only for collectives, because a main that waits for messages may be a server.
+            after 300 s and only for collectives, because a main that waits for messages may be a server. Waits with a
+            timeout are not reported, except in ``asyncio.timeout``.
         stall_aborts: Whether to raise StallError instead of logging this warning if main waits for other ranks.
         record: Folder in which each rank records its steps, metrics, rounds, messages and waits.
             :mod:`asyncdist.recording.writer` describes the files, and :func:`asyncdist.recording.reader.read_recording`
@@ -314,7 +315,9 @@ def _run_local(
     # Signal handlers must be set here, because only the main thread may set them.
     with Interrupts(spares_process=is_loop_running()) as interrupts:
         outcomes = call_outside_loop(
-            functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
+            functools.partial(_host_locally, main, args, ranks, loop, interrupts, options),
+            meanwhile,
+            interrupts.wake_loop,
         )
     failures = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
     if failures:
@@ -375,6 +378,7 @@ async def open_world(
         ValueError: ``ranks`` is not 1, or another option is not valid. If ``ranks`` is not 1, the message names the
             call that hosts several ranks.
         LocalProtocolError: This code already runs inside a world, even a simulated or local one.
+        SystemExit: This restarted rank was too late (:class:`LateError`).
         BaseException: An exception raised by the block, or an exception that :func:`run` raises.
     """
     refuse_inside_a_world()
@@ -395,12 +399,15 @@ async def open_world(
         metrics=metrics,
     )
     _check_options(transport, None, None, grace_s)
-    opened = _open_here(transport, None, runs_in_callers_loop=True)
-    if opened is None:
-        opened = LocalHub(1).transport(0)
-        options = _for_only_rank(options, transport, _module_of_block(sys._getframe(1)))
-    async with hosted(opened, Interrupts(), options) as world:
-        yield world
+    try:
+        opened = _open_here(transport, None, runs_in_callers_loop=True)
+        if opened is None:
+            opened = LocalHub(1).transport(0)
+            options = _for_only_rank(options, transport, _module_of_block(sys._getframe(1)))
+        async with hosted(opened, Interrupts(), options) as world:
+            yield world
+    except LateError as late:
+        end_late(late)
 
 
 def prepare_rank(

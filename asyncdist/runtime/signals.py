@@ -9,6 +9,8 @@ so a second SIGHUP is ignored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import signal
 import threading
@@ -21,6 +23,8 @@ from asyncdist import rank_program
 from asyncdist.launchers import launcher_signals
 from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.story.requests import StoryRequests, forget_in_child
+
+logger = logging.getLogger("asyncdist.runtime.signals")
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -68,6 +72,7 @@ class Interrupts:
         self.raised: BaseException | None = None
         self.raises_at_once = False
         self._request = StopRequest()
+        self._is_repeated = False  # whether a later signal has raised, but has not cancelled the tasks again yet
         self._is_pending = False  # a signal was received, but has not cancelled the tasks yet
         self._stopping: asyncio.Handle | None = None  # scheduled cancellation of the tasks
         self._previous: dict[int, Any] = {}
@@ -109,9 +114,11 @@ class Interrupts:
     def end_with(self, error: BaseException) -> None:
         """End the tasks with ``error``, which has stopped their loop, unless a task is already being cancelled.
 
-        A callback, a signal handler of the program, or another task of the loop has raised it.
+        A callback, a signal handler of the program, or another task of the loop has raised it, or a second signal in a
+        notebook, which cancels the tasks again.
         """
-        if any(task.cancelling() for task in self._tasks):
+        is_repeated, self._is_repeated = self._is_repeated, False
+        if any(task.cancelling() for task in self._tasks) and not is_repeated:
             return
         is_success = isinstance(error, SystemExit) and not error.code
         spared = self._leaving if is_success else frozenset[asyncio.Task[Any] | None]()
@@ -119,6 +126,12 @@ class Interrupts:
             return  # main has returned, so that the rank ends anyway
         self.raised = error
         self._stop(spared)
+
+    def wake_loop(self) -> None:
+        """Make the loop run Python code, in which an exception that was set for its thread is raised."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # Raised if the loop is closed.
+                self._loop.call_soon_threadsafe(lambda: None)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt or SystemExit if a signal was received."""
@@ -145,7 +158,7 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number != signal.SIGHUP or self._heeds_hangup():
-                    self._previous[number] = signal.signal(number, self._handle)
+                    self._previous[number] = signal.signal(number, self._handle) or _default_handler(number)
         return self
 
     def _heeds_hangup(self) -> bool:
@@ -172,6 +185,7 @@ class Interrupts:
             rank_program.abort_over_pmi(128 + number)
             exit_immediately(128 + number)
         if self.received is not None or self.raises_at_once:
+            self._is_repeated = self.received is not None
             self.received = self.received or number
             raise interrupt_error(number)
         self.received = number
@@ -186,7 +200,11 @@ class Interrupts:
 
     def _stop(self, spared: Collection[asyncio.Task[Any] | None] = ()) -> None:
         self._is_pending = False
-        self._waited = {rank: wait() for rank, wait in self._waits.items()}
+        for rank, wait in self._waits.items():
+            try:
+                self._waited[rank] = wait()
+            except Exception:  # The tasks must be cancelled anyway.
+                logger.warning("the wait of rank %d cannot be described", rank, exc_info=True)
         for task in self._tasks:
             if task not in spared and (task not in self._are_ending or not self._are_ending[task]()):
                 task.cancel()
@@ -225,6 +243,11 @@ class _Held:
 if hasattr(os, "register_at_fork"):
     _held = _Held()
     os.register_at_fork(before=_held.hold, after_in_parent=_held.release, after_in_child=_held.release_in_child)
+
+
+def _default_handler(number: int) -> Any:
+    """Return Python's default handler. It replaces a handler set by C code, which Python cannot set again."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
 def _forget_workers() -> None:

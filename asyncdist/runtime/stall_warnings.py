@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -104,7 +104,8 @@ class StallWatch:
 
     The watch covers waits for other ranks and for the user's own futures, events and queues. Main may wait directly, in
     ``asyncio.gather``, ``asyncio.wait`` or ``asyncio.TaskGroup``, or through a task. Waits that end automatically, such
-    as sleeps and waits with a timeout, are not reported.
+    as sleeps and waits with a timeout (``timeout_s``, ``asyncio.wait_for``), are not reported. ``asyncio.timeout`` is
+    not recognized, because nothing in the task refers to it.
 
     Args:
         end: Function called with a StallError if main waits only for other ranks. Otherwise, or if ``end`` is None, a
@@ -130,7 +131,11 @@ class StallWatch:
     def begin(self) -> None:
         """Schedule the next check of main's wait."""
         if self._main is not None and self._options.stall_s < math.inf:
-            self._seen = self._awaited(self._main)
+            try:
+                self._seen = self._awaited(self._main)
+            except Exception:  # Later waits must be checked anyway.
+                self._seen = []
+                logger.warning("the wait of rank %d cannot be examined", self._world.rank, exc_info=True)
             self._timer = asyncio.get_running_loop().call_later(self._options.stall_s, self._check)
 
     def end(self) -> None:
@@ -140,9 +145,11 @@ class StallWatch:
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
         """Return the futures that main waits for, or an empty list if main's wait must not be reported."""
-        if self._options.collectives_alone and waiter_of(main) not in self._world.services.engine.collective_waits:
+        engine = self._world.services.engine
+        if self._options.collectives_alone and waiter_of(main) not in engine.collective_waits:
             return []
-        return futures_awaited(main, self._world, set()) or []
+        awaited = futures_awaited(main, self._world) or []
+        return [] if any(map(engine.has_deadline, awaited)) else awaited
 
     def _check(self) -> None:
         before = self._seen
@@ -156,7 +163,7 @@ class StallWatch:
     def _report(self, awaited: Sequence[Any]) -> None:
         assert self._main is not None, "there is no main to watch"
         known = [self._world.services.engine.awaited(future) for future in awaited]
-        where = _describe_part(self._main, self._world, _PART_DEPTH_MAX)
+        where = _describe_part(self._main, self._world)
         text = f"has waited for {self._options.stall_s:g} s: {where}"
         if self._end is None or None in known:
             if not self.is_reported_by_others():
@@ -173,26 +180,41 @@ def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
     if main is None or main is asyncio.current_task():
         return None
     if any(not is_library(frame) for frame in frames_of(main)):
-        return None if waiter_of(main) is None else _describe_part(main, world, _PART_DEPTH_MAX)
+        return None if waiter_of(main) is None else _describe_part(main, world)
     tasks = world.spawned_tasks()
     if not tasks:
         return "the other ranks, since its main has returned"
     return ", and ".join(f"{task.get_name()}: {describe_task_wait(task, world)}" for task in tasks)
 
 
-def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
-    """Return the futures that ``waiter`` depends on, except futures in ``seen``.
+def futures_awaited(waiter: Any, world: World) -> list[Any] | None:
+    """Return the futures that ``waiter`` depends on, or None if ``waiter`` may complete automatically."""
+    found: list[Any] = []
+    seen, unvisited = {waiter}, [waiter]
+    while unvisited:
+        parts = _dependencies(part := unvisited.pop(), world)
+        if parts is None:
+            return None
+        if not parts:
+            found.append(part)
+        for each in parts:
+            if each not in seen:
+                seen.add(each)
+                unvisited.append(each)
+    return sorted(found, key=id)
 
-    Return None if ``waiter`` may complete automatically.
+
+def _dependencies(waiter: Any, world: World) -> list[Any] | None:
+    """Return the unfinished futures and tasks that ``waiter`` depends on directly.
+
+    The list is empty if other code or another rank completes ``waiter``. Return None if ``waiter`` may complete
+    automatically.
     """
-    if id(waiter) in seen:
-        return []
-    seen.add(id(waiter))
     if world.is_computed(waiter):
         return None
     engine = world.services.engine
     if engine.awaited(waiter) is not None:
-        return [waiter]
+        return []
     # Only futures of asyncio.gather have this attribute.
     parts: Iterable[Any] | None = getattr(waiter, "_children", None)
     if isinstance(waiter, asyncio.Task):
@@ -202,17 +224,39 @@ def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | No
     elif (settler := engine.settler(waiter)) is not None:
         parts = [settler]
     elif parts is None:
-        return [waiter]
-    found: list[Any] = []
-    has_parts = False
-    for part in parts:
-        if part is not None and not part.done():
-            awaited = futures_awaited(part, world, seen)
-            if awaited is None:
-                return None
-            has_parts = True
-            found += awaited
-    return sorted(found, key=id) if has_parts else None
+        return []
+    return [part for part in parts if part is not None and not part.done()] or None
+
+
+def dependents_of_parts(tasks: Iterable[Any], world: World) -> dict[Any, list[Any]]:
+    """Return all direct and indirect dependencies of ``tasks``, each with the futures and tasks that wait for it."""
+    dependents: dict[Any, list[Any]] = {}
+    unvisited = list(tasks)
+    while unvisited:
+        part = unvisited.pop()
+        for each in _dependencies(part, world) or ():
+            if each not in dependents:
+                dependents[each] = []
+                unvisited.append(each)
+            dependents[each].append(part)
+    return dependents
+
+
+def _waits_for_ranks(task: Any, world: World) -> set[Any]:
+    """Return the futures and tasks among the direct and indirect dependencies of ``task`` that wait for other ranks.
+
+    Each of them is visited once, because thousands of collectives may each depend on the previous one.
+    """
+    engine = world.services.engine
+    dependents = dependents_of_parts([task], world)
+    reached = [part for part in (task, *dependents) if engine.awaited(part) is not None]
+    found = set(reached)
+    while reached:
+        for each in dependents.get(reached.pop(), ()):
+            if each not in found:
+                found.add(each)
+                reached.append(each)
+    return found
 
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
@@ -268,15 +312,19 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
 
 
 def wait_with_parts(
-    task: asyncio.Task[Any], world: World, depth: int = _PART_DEPTH_MAX
+    task: asyncio.Task[Any], world: World, depth: int = _PART_DEPTH_MAX, for_ranks: Collection[Any] | None = None
 ) -> tuple[str, types.FrameType | None]:
     """Describe what a task waits for, and return the innermost frame of the user's code in it, or None.
 
-    If the task waits for other tasks, as in ``asyncio.gather``, describe what these wait for.
+    If the task waits for other tasks, as in ``asyncio.gather``, describe what these wait for. ``for_ranks`` contains
+    those that wait for other ranks, or is None if it is not computed yet.
     """
     what, frame = wait_of(task, world)
     joined = _joined(task, world) if depth and frame is not None else None
-    return what if joined is None else _describe_parts(*joined, world, depth), frame
+    if joined is None:
+        return what, frame
+    for_ranks = _waits_for_ranks(task, world) if for_ranks is None else for_ranks
+    return _describe_parts(*joined, world, depth, for_ranks), frame
 
 
 def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
@@ -295,24 +343,25 @@ def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] 
     return None if gathered is None or is_librarys else ("asyncio.gather", gathered)
 
 
-def _describe_parts(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
+def _describe_parts(join: str, parts: Iterable[Any], world: World, depth: int, for_ranks: Collection[Any]) -> str:
     """Describe the waits of the awaited tasks. Waits for other ranks are first, and equal waits are combined."""
-    engine = world.services.engine
     counts: dict[tuple[bool, str], int] = {}
     for part in parts:
         if part is not None and not part.done():
-            is_for_peers = any(map(engine.awaited, futures_awaited(part, world, set()) or ()))
-            key = not is_for_peers, _describe_part(part, world, depth - 1)
+            key = part not in for_ranks, _describe_part(part, world, depth - 1, for_ranks)
             counts[key] = counts.get(key, 0) + 1
     texts = [f"{text} ({counts[key]} tasks)" if counts[key] > 1 else text for key in sorted(counts) for text in key[1:]]
     more = [f"and {len(texts) - _PART_COUNT_MAX} more"] if len(texts) > _PART_COUNT_MAX else []
     return f"{join} [{'; '.join([*texts[:_PART_COUNT_MAX], *more])}]" if texts else join
 
 
-def _describe_part(part: Any, world: World, depth: int) -> str:
+def _describe_part(
+    part: Any, world: World, depth: int = _PART_DEPTH_MAX, for_ranks: Collection[Any] | None = None
+) -> str:
     if not isinstance(part, asyncio.Task):
         return str(world.services.engine.awaited(part) or _name(part))
-    what, frame = wait_with_parts(part, world, depth) if waiter_of(part) is not None else ("about to run", None)
+    is_waiting = waiter_of(part) is not None
+    what, frame = wait_with_parts(part, world, depth, for_ranks) if is_waiting else ("about to run", None)
     return f"{what}, in {line_of(frame)}" if frame is not None else what
 
 

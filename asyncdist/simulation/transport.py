@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -12,7 +12,6 @@ from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
     Capabilities,
-    GroupHandle,
     PersistentReceive,
     Request,
     Transport,
@@ -69,10 +68,6 @@ class SimTransport(Transport):
 
     def shared(self, make: Any, *args: Any, **kwargs: Any) -> Any:
         return self._fabric.shared(make, *args, **kwargs)
-
-    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        del ranks, tag
-        return None
 
     def lost_ranks(self) -> frozenset[int]:
         return self._fabric.lost_ranks(self.rank)

@@ -31,6 +31,7 @@ class Wait:
         seconds: Seconds for which the wait has lasted, or None if unknown.
         peers: Ranks, any of which can end the wait.
         ends_by_itself: Whether a timer or a thread of this rank, and not another rank, ends the wait.
+        has_deadline: Whether the wait ends at a deadline if no other rank ends it.
     """
 
     who: str
@@ -41,6 +42,7 @@ class Wait:
     tag: int | None = None
     ends_by_itself: bool = False
     collective: Collective | None = None
+    has_deadline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class RankStory:
         lost: Ranks whose processes ended without leaving the world.
         vacant: Ranks without a process, which may join.
         left: Ranks that have returned from main.
+        has_further_tasks: Whether other tasks of the program, which are not in ``waits``, may send messages.
     """
 
     rank: int
@@ -108,6 +111,7 @@ class RankStory:
     vacant: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
     events: tuple[str, ...] = ()
+    has_further_tasks: bool = False
 
 
 _decoder: Final = msgspec.msgpack.Decoder(RankStory)

@@ -28,10 +28,14 @@ def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
     """Return the deadlocked ranks: ranks that only other deadlocked ranks could wake.
 
     This is the knot of the OR model (Knapp, Deadlock Detection in Distributed Databases, 1987). Every task of a
-    deadlocked rank waits for messages of certain ranks. A rank that computes, blocks, sleeps, waits for a local event
-    or has not answered may make progress.
+    deadlocked rank waits for messages of certain ranks. A rank that computes, blocks, sleeps, waits with a timeout or
+    for a local event, has further tasks or has not answered may make progress.
     """
-    stuck = {rank for rank, story in stories.items() if story.state == "awaits" and story.waits}
+    stuck = {
+        rank
+        for rank, story in stories.items()
+        if story.state == "awaits" and story.waits and not story.has_further_tasks
+    }
     while True:
         movable = {
             rank
@@ -45,7 +49,7 @@ def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
 
 
 def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Collection[int]) -> bool:
-    if wait.ends_by_itself or not needs:
+    if wait.ends_by_itself or wait.has_deadline or not needs:
         return True
     if wait.collective is not None:  # the collective needs all of its members
         return not any(rank in stuck for rank in needs)

@@ -87,9 +87,6 @@ class LocalTransport(MatchedTransport):
     def local_rank(self) -> int:
         return self.rank
 
-    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        return self._hub.send(buffer, self.rank, dest, tag)
-
     def _start_send(self, view: memoryview, dest: int, tag: int) -> Request:
         return self._hub.send(view, self.rank, dest, tag)
 

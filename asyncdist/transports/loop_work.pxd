@@ -24,5 +24,6 @@ cdef class LoopWork:
     cpdef bint has_work(self, object spared) except -1
     @cython.locals(ready_count=Py_ssize_t, entry_count=Py_ssize_t)
     cdef bint _sees_work(self, double now, object spared) except -1
+    cdef Py_ssize_t _timer_count(self) except -1
     @cython.locals(timers=list, position=Py_ssize_t)
     cdef bint _is_timer_due(self, double now, object spared) except -1

@@ -36,7 +36,7 @@ class LoopWork:
 
     Args:
         ready: The loop's queue of ready callbacks.
-        timers: The loop's timers, as a set or as a heap.
+        timers: The loop's set of timers. None for asyncio's loops, which replace their list of timers now and then.
         tables: The loop's tables of descriptors, transports, servers and processes.
         own_count: Number of entries of ``tables`` that belong to the loop itself.
 
@@ -66,7 +66,7 @@ class LoopWork:
         self,
         loop: asyncio.AbstractEventLoop,
         ready: deque[asyncio.Handle],
-        timers: Collection[asyncio.TimerHandle],
+        timers: Collection[asyncio.TimerHandle] | None,
         tables: tuple[Collection[Any], ...],
         own_count: int,
     ) -> None:
@@ -111,13 +111,24 @@ class LoopWork:
         entry_count = 0
         for table in self._tables:
             entry_count += len(table)
-        if entry_count != self._own_count or len(self._timers) > TIMER_COUNT_MAX or self._is_timer_due(now, spared):
+        if entry_count != self._own_count or self._timer_count() > TIMER_COUNT_MAX or self._is_timer_due(now, spared):
             return True
         task = _tasks.get(self._loop)
         return task is None or bool(task._must_cancel)
 
+    def _timer_count(self) -> int:
+        """Return the number of timers that are not cancelled. asyncio keeps up to 100 cancelled timers."""
+        if self._timers is not None:
+            return len(self._timers)
+        its: Any = self._loop
+        return len(its._scheduled) - int(its._timer_cancelled_count)
+
     def _is_timer_due(self, now: float, spared: asyncio.Handle | None) -> bool:
-        timers = list(self._timers)
+        if self._timers is not None:
+            timers = list(self._timers)
+        else:
+            its: Any = self._loop
+            timers = [timer for timer in its._scheduled if not timer._cancelled]
         if timers != self._seen:
             self._seen, self._deadlines = timers, [timer.when() for timer in timers]
         for position in range(len(timers)):
@@ -134,7 +145,7 @@ def find_work(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
     if type(loop) is asyncio.SelectorEventLoop and type(its._selector).__module__ == "selectors":
         tables = its._selector._fd_to_key, its._signal_handlers
         # The one entry of the loop itself is the descriptor that wakes it.
-        return LoopWork(loop, its._ready, its._scheduled, tables, own_count=1)
+        return LoopWork(loop, its._ready, None, tables, own_count=1)
     return _find_work_of_uvloop(loop) if type(loop).__module__ == "uvloop" else None
 
 

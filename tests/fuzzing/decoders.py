@@ -27,7 +27,7 @@ from asyncdist.collectives.agreement.messages import AgreementKey
 from asyncdist.collectives.error_exchange import Call, LocalResult, _pack_header, _read_header
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.one_sided import OutdatedError, _SharedWindow
-from asyncdist.errors import RemoteProtocolError, TransportError
+from asyncdist.errors import DisagreementError, RemoteProtocolError, TransportError
 from asyncdist.functional.checkpoints import manifests
 from asyncdist.messaging import wire
 from asyncdist.tensors import pytrees, serialization
@@ -161,12 +161,12 @@ def _read_store(data: bytes) -> object:
             case 3:
                 inside.set(f"answer/{gathering._hello}", "world")
                 inside.part("world").set("missing", "")
-                inside.part("world").set("size", value)
+                inside.part("world").set("facts", value)
             case _:
                 inside.set(f"answer/{gathering._hello}", "world")
-                inside.part("world").set("size", "2")
+                inside.part("world").set("facts", gathering._facts)
                 inside.part("world").set("missing", value)
-        with contextlib.suppress(TransportError):
+        with contextlib.suppress(TransportError, DisagreementError):
             gathering.wait_for_all()
     return None
 

@@ -75,7 +75,7 @@ def test_restarts_of_a_living_rank_or_another_job_are_refused() -> None:
     assert re.search(r"already has a rank 2 .*: process \d+ of this host runs as that rank", found)
     assert "rank 2 must not be restarted, because its previous process is still alive" in lives
     assert re.search("job must be equal .* rank 2, but it is 'asyncdist-.* there and 'another' here", job)
-    assert re.search("version must be equal .* there and 'asyncdist 0.0.0' here", version)
+    assert re.search(r"version must be equal .* there and 'asyncdist 0.0.0, frames \d+' here", version)
     assert [result.reports[rank] for rank in (0, 1)] == [3.0, 3.0], "the remaining ranks must finish their collective"
 
 

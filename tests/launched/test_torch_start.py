@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.facts import names
 from support.torchrun import rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
 from torch import distributed as dist
 
 import asyncdist as ad
 from asyncdist import cli
-from asyncdist.errors import TransportError
+from asyncdist._version import describe_version
+from asyncdist.errors import DisagreementError, TransportError
 from asyncdist.launchers import addresses, detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.meeting import rendezvous, serving
@@ -426,15 +428,19 @@ def test_the_rendezvous_is_what_torchrun_says() -> None:
 # -------------------------------------------------------------------------------------------------------- the handshake
 
 
-def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0) -> list[str]:
+def gather(
+    store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0, other_version_rank: int = -1
+) -> list[str]:
     """Start these ranks, a thread each, and return the token of their world or the error of each rank."""
 
     def wait_for_all(rank: int) -> str:
         gathering = Gathering(store, rank, size, time.monotonic() + timeout_s)
+        if rank == other_version_rank:
+            gathering._facts = f"{size} asyncdist 0.0.1, frames 1"
         try:
             gathering.wait_for_all()
             gathering.release_others()
-        except TransportError as error:
+        except (TransportError, DisagreementError) as error:
             return str(error)
         return bytes(gathering.world.get("whose")).decode() if rank else whose(gathering)
 
@@ -470,6 +476,13 @@ def test_a_rank_restarted_while_others_gather_is_answered_again() -> None:
 def test_two_processes_of_one_rank_are_named_by_both_and_rank_0(ranks: tuple[int, ...]) -> None:
     for text in gather(SealedStore(dist.HashStore(), JobSecret()), ranks, 3):
         assert f"two processes were started as rank {ranks[-1]} (RANK)" in text
+
+
+def test_ranks_with_different_versions_fail_on_both() -> None:
+    """Regression: with ``--restarts``, no rank noticed the difference."""
+    told = gather(SealedStore(dist.HashStore(), JobSecret()), (0, 1), 2, other_version_rank=1)
+    assert len(set(told)) == 1
+    assert names(told[0], "rank 0", "rank 1", "asyncdist 0.0.1, frames 1", describe_version())
 
 
 def test_a_rank_beyond_rank_0s_count_fails_on_both() -> None:

@@ -200,6 +200,33 @@ async def test_messages_of_an_earlier_epoch_can_be_answered(pair: list[World]) -
     assert not b.is_ready
 
 
+async def test_a_scope_that_is_opened_again_keeps_later_epochs(pair: list[World]) -> None:
+    """Regression: messages of an epoch that the receiver entered later were dropped as for a closed scope."""
+    a, b = (world.services.open_channel(Number, tag=tags.CONTROL, scope=7, name="numbers", epoch=0) for world in pair)
+    b.close()
+    b = pair[1].services.open_channel(Number, tag=tags.CONTROL, scope=7, name="numbers", epoch=0)
+    a.enter_epoch(2)
+    a.send_nowait(Number(3), 1)
+    pair[1].services.engine.poll()
+    b.enter_epoch(2)
+    envelope = b.receive_nowait()
+    assert envelope is not None and envelope.message == Number(3)
+
+
+async def test_a_closed_channel_also_answers_a_restarted_rank(pair: list[World]) -> None:
+    """Regression: the new process's messages were dropped, because their numbers begin again."""
+    answered: list[Number] = []
+    a, b = both(pair)
+    for sequence in (1, 2, 1):
+        if not answered:
+            b.close(afterwards=lambda envelope: answered.append(envelope.message))
+        elif sequence == 1:
+            pair[1].services.note_restarted(0, 1)
+        send_raw(pair[0], frame_for(a, Number(sequence), sequence=sequence), 1)
+        pair[1].services.engine.poll()
+    assert answered == [Number(1), Number(2), Number(1)]
+
+
 async def test_frames_for_a_closed_scope_are_counted_and_forgotten(pair: list[World]) -> None:
     a, b = both(pair)
     b.close()

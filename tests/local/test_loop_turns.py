@@ -40,6 +40,15 @@ async def due_timer(seen: list[str]) -> None:
     time.sleep(0.003)  # noqa: ASYNC251 - computes; uvloop's clock has steps of a millisecond
 
 
+async def timer_after_many_cancelled(seen: list[str]) -> None:
+    loop = asyncio.get_running_loop()
+    for count in (150, 50):  # asyncio replaces its list when it removes the first ones, and keeps the others
+        for timer in [loop.call_later(60.0, int) for _ in range(count)]:
+            timer.cancel()
+        await asyncio.sleep(0)
+    await due_timer(seen)
+
+
 async def ended_sleep(seen: list[str]) -> None:
     async def run() -> None:
         await asyncio.sleep(0.001)
@@ -88,6 +97,7 @@ CASES: list[Callable[[list[str]], Coroutine[Any, Any, None]]] = [
     ready_callback,
     ready_task,
     due_timer,
+    timer_after_many_cancelled,
     ended_sleep,
     callback_of_a_thread,
     readable_socket,

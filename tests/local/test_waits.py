@@ -21,7 +21,8 @@ from support.facts import names, naming
 
 import asyncdist as ad
 from asyncdist.messaging.engine import Engine
-from asyncdist.runtime import run
+from asyncdist.runtime import hosting, run, stall_warnings
+from asyncdist.runtime.failing import failure
 from asyncdist.runtime.stall_warnings import EndWatch, StallWatch, WatchdogOptions
 from asyncdist.simulation import Compute
 
@@ -260,6 +261,19 @@ async def waits_with_a_timeout(world: ad.World, channel: ad.Channel[Note]) -> No
     await asyncio.wait_for(channel.receive(), 1e9)
 
 
+async def receives_with_a_timeout(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await channel.receive(timeout_s=1e9)
+
+
+async def gathers_with_a_timeout(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await asyncio.gather(ad.barrier(), receives_with_a_timeout(world, channel))
+
+
+async def receives_inside_a_timeout(world: ad.World, channel: ad.Channel[Note]) -> None:
+    async with asyncio.timeout(1e9):  # nothing in the task refers to the timeout
+        await channel.receive()
+
+
 async def waits_for_the_first_of_two(world: ad.World, channel: ad.Channel[Note]) -> None:
     tasks = [asyncio.ensure_future(work(world, channel)) for work in (receives, own)]
     try:
@@ -308,7 +322,10 @@ async def receives_again_and_again(world: ad.World, channel: ad.Channel[Note]) -
         (awaits_a_task_twice, 10.0, 1),
         (meets_again, 10.0, 1),
         (meets_twice_at_once, 10.0, 1),
-        (starts_a_group, 10.0, 1),
+        (starts_a_group, 10.0, 0),
+        (receives_with_a_timeout, 10.0, 0),
+        (gathers_with_a_timeout, 10.0, 0),
+        (receives_inside_a_timeout, 10.0, 1),
         (own, 10.0, 1),
         (awaits_a_task_of_its_own, 10.0, 1),
         (waits_for_the_first_of_two, 10.0, 1),
@@ -463,6 +480,50 @@ def test_ctrl_c_shows_no_wait_for_a_rank_about_to_continue() -> None:
     assert names(note, "rank 1", "Note", "tag 100")
 
 
+def test_ctrl_c_ends_a_main_that_waits_for_many_collectives(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: each collective depends on the previous one, so that the first Ctrl-C raised RecursionError."""
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            await asyncio.gather(*[ad.all_reduce(torch.ones(2)) for _ in range(1000)])
+        while not warnings(caplog):  # noqa: ASYNC110 the log has no event
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ad.run_local(main, ranks=2, stall_s=0.3)
+    assert names(caught.value.__notes__[0], "rank 0", "asyncio.gather", "996 more")
+    assert names(warnings(caplog)[0], "rank 0", "asyncio.gather", "996 more")
+
+
+def test_a_wait_that_cannot_be_described_delays_no_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: main was not cancelled, and no later wait of it was checked."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("not describable")
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            monkeypatch.setattr(hosting, "describe_wait", fail)
+            monkeypatch.setattr(failure, "describe_wait", fail)
+            monkeypatch.setattr(stall_warnings, "futures_awaited", fail)
+            while len(warnings(caplog)) < 5:  # noqa: ASYNC110 the log has no event
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        ad.run_local(main, ranks=2, stall_s=0.02)
+    said = warnings(caplog)
+    assert (
+        sum("cannot be described" in text for text in said) == 4
+    )  # on each rank: its own signal, and the other rank's
+    assert sum("cannot be examined" in text for text in said) > 4
+
+
 def test_main_that_waits_forever_is_ended_if_requested() -> None:
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
@@ -478,7 +539,7 @@ def test_main_that_waits_forever_is_ended_if_requested() -> None:
 
 
 def test_a_stall_is_no_timeout_of_the_wait_itself() -> None:
-    """Regression: a loop over receive(timeout_s=...) took the stall error for its own timeout, and never ended."""
+    """Regression: a loop over receives took the stall error for their timeout, and never ended."""
     rounds = 0
 
     async def main(world: ad.World) -> None:
@@ -487,7 +548,8 @@ def test_a_stall_is_no_timeout_of_the_wait_itself() -> None:
         while world.rank == 0:
             rounds += 1
             with contextlib.suppress(TimeoutError):
-                await channel.receive(timeout_s=1000.0)
+                async with asyncio.timeout(1000.0):
+                    await channel.receive()
         await asyncio.sleep(1e9)
 
     with pytest.raises(ad.StallError):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import importlib.util
-import io
 import logging
+import math
 import os
 import signal
-import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 import torch
 from support import torchrun
+from support.facts import names
 from support.local import yields
 
 import asyncdist as ad
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
-from asyncdist.runtime import run
-from asyncdist.runtime.failing import process_ends
+from asyncdist.runtime import hosting, run
 from asyncdist.runtime.hosting import host_rank
-from asyncdist.runtime.signals import Interrupts
+from asyncdist.runtime.story.answering import WaitReporter
+from asyncdist.story import sockets
 from asyncdist.transports.local import LocalHub, LocalTransport
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
@@ -91,6 +92,25 @@ async def test_ranks_are_hosted_inside_a_running_loop_as_outside(way: str) -> No
     if way != "simulate":
         with pytest.raises(ValueError, match="rank 0"):
             values(-5)
+
+
+@pytest.mark.parametrize("when", ["opening", "block"])
+async def test_an_open_world_that_is_too_late_ends_with_one_line(
+    when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a restarted rank that ended as documented for run failed with a traceback."""
+
+    def open_here(*_: Any, **__: Any) -> Any:
+        raise ad.LateError("this rank comes too late")
+
+    if when == "opening":
+        monkeypatch.setattr(run, "_open_here", open_here)
+    with pytest.raises(SystemExit) as ended:
+        async with ad.open_world():
+            open_here()
+    assert ended.value.code == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "this rank comes too late" in line
 
 
 async def test_call_that_cannot_run_inside_a_loop_names_one_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,6 +473,54 @@ def test_services_are_waited_for_and_cancelled_on_failure() -> None:
     assert ended == ["served", "stopped"]
 
 
+def test_an_error_right_after_the_handshake_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: no rank was notified of the error, and the others waited for ever."""
+    exporter = hosting._exporter
+
+    def fail(world: ad.World, *args: Any) -> Any:
+        if world.rank == 1:
+            raise RuntimeError("can't start new thread")
+        return exporter(world, *args)
+
+    async def main(world: ad.World) -> None:
+        async with asyncio.timeout(10):
+            await ad.barrier()
+
+    monkeypatch.setattr(hosting, "_exporter", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        ad.run_local(main, ranks=2)
+
+
+@pytest.mark.parametrize("refused", ["listen", "thread", "metrics"])
+def test_a_rank_runs_without_reports_that_the_system_refuses(
+    refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the rank failed, and on MPI the others waited for ever."""
+
+    def refuse(*_: Any) -> Any:
+        raise OSError("refused") if refused == "listen" else RuntimeError("can't start new thread")
+
+    async def main(world: ad.World) -> None:
+        if refused == "metrics":
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        reporter = WaitReporter(world, task, math.inf)
+        reporter.begin()
+        reporter.end()
+        assert reporter._path is None
+
+    with monkeypatch.context() as patched:
+        if refused == "listen":
+            patched.setattr(sockets, "listen", refuse)
+        else:
+            patched.setattr(threading.Thread, "start", refuse)
+        ad.run(main, transport="local", metrics=9000 if refused == "metrics" else None)
+    (record,) = caplog.records
+    assert names(record.getMessage(), "rank 0")
+    assert ("refused" if refused == "listen" else "can't start new thread") in record.getMessage()
+
+
 def test_ranks_that_end_early_do_not_end_the_others() -> None:
     async def main(world: ad.World) -> int:
         channel = world.channel(Number, tag=5)
@@ -468,88 +536,6 @@ def test_ranks_that_end_early_do_not_end_the_others() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- processes
-
-
-@pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_signal_while_main_blocks_until_its_return_is_raised(
-    number: signal.Signals, ends: type[BaseException], ranks: int
-) -> None:
-    """Regression: a job of one rank returned its value: Ctrl-C had no effect in a notebook or a loop over runs."""
-
-    async def main(world: ad.World) -> int:
-        if world.rank == 0:
-            signal.raise_signal(number)
-        return 5
-
-    with pytest.raises(ends):
-        ad.run_local(main, ranks=ranks)
-
-
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, print], ids=["default", "ignored", "handled"])
-def test_a_hangup_ends_main_unless_ignored_or_handled(handler: Any) -> None:
-    """Regression: ranks whose terminal closed were killed: they neither left the job nor reported their waits."""
-
-    async def main(world: ad.World) -> str:
-        for _ in range(2):  # a shell sends it again
-            signal.raise_signal(signal.SIGHUP)
-        await world.sleep(0.01)
-        return "slept"
-
-    before = signal.signal(signal.SIGHUP, handler)
-    try:
-        if handler is signal.SIG_DFL:
-            with pytest.raises(SystemExit) as ended:
-                ad.run_local(main, ranks=1)
-            assert ended.value.code == 128 + signal.SIGHUP
-            assert ended.value.__notes__[0].startswith("rank 0 was waiting for World.sleep")
-        else:
-            assert ad.run_local(main, ranks=1) == ["slept"]
-        assert signal.getsignal(signal.SIGHUP) is handler
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_main_that_catches_its_signals_cancellation_returns() -> None:
-    async def main(world: ad.World) -> str:
-        signal.raise_signal(signal.SIGINT)
-        try:
-            await asyncio.sleep(100)
-        except asyncio.CancelledError:
-            return "saved"
-        return "slept"
-
-    assert ad.run_local(main, ranks=1) == ["saved"]
-
-
-def test_signal_after_the_end_of_everything_stops_nothing() -> None:
-    """The signal arrives between the end of the loop and the removal of the handlers."""
-    loop = asyncio.new_event_loop()
-    with Interrupts() as interrupts:
-        interrupts.cancel_on_first(loop, [loop.create_task(asyncio.sleep(0))])
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
-        signal.raise_signal(signal.SIGINT)
-    assert interrupts.received == signal.SIGINT
-
-
-def test_a_process_ends_although_a_signal_interrupts_a_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: flushing the output raised RuntimeError in the script, which then ran on."""
-    ends: list[int] = []
-    exit_process: Any = process_ends.exit_immediately
-
-    class Interrupted(io.RawIOBase):
-        def writable(self) -> bool:
-            return True
-
-        def write(self, data: Any) -> int:
-            exit_process(130)
-            return len(data)
-
-    monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
-    print("saving", flush=True)
-    assert ends == [130]
 
 
 def test_an_error_that_raises_its_own_cause_again_ends_its_rank() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
+from asyncdist import _version
 from asyncdist.runtime import handshake
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -363,7 +364,7 @@ def held_in_the_handshake() -> None:
 def of_another_version() -> None:
     """Rank 1 reports another version of asyncdist."""
     if LAUNCHED_AS == 1:
-        handshake.__version__ = "9.9.9"
+        _version.__version__ = "9.9.9"
     ad.run(quiet_main)
 
 

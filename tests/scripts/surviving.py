@@ -12,9 +12,8 @@ import torch
 from support.mpi import report
 
 import asyncdist as ad
-from asyncdist import rank_program
+from asyncdist import _version, rank_program
 from asyncdist.collectives.algorithms import by_messages
-from asyncdist.runtime import handshake
 
 NBYTES = 256 << 20
 
@@ -158,7 +157,7 @@ if __name__ == "__main__":
         assert MPI.COMM_WORLD.size > 1
         story = "all_others_die"
     if story == "of_another_version":
-        handshake.__version__ = f"version of rank {os.environ['OMPI_COMM_WORLD_RANK']}"
+        _version.__version__ = f"version of rank {os.environ['OMPI_COMM_WORLD_RANK']}"
         story = "ends_well"
     if story == "lost_in_the_handshake":
         lose_in_the_handshake()

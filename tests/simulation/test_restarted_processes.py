@@ -121,6 +121,30 @@ def test_a_users_channel_and_stream_go_on_with_the_new_process() -> None:
     assert report.results == (True, (7, 5000.0)), "messages sent to the former process must be lost with it"
 
 
+@pytest.mark.parametrize("is_received", [False, True])
+@pytest.mark.parametrize("back_at_s", [0.02001, 1.0])
+def test_a_stream_to_a_rank_that_is_back_at_once_fails(back_at_s: float, is_received: bool) -> None:
+    """Regression: the loss and the restart were noticed in one turn, and the sender waited for ever."""
+
+    async def main(world: ad.World) -> Any:
+        if world.rank == 0:
+            with pytest.raises(ad.RankLostError):
+                await world.send_stream(torch.ones(10), 1)
+            await world.sleep(3.0)
+            if is_received:
+                await world.send_stream(torch.ones(10), 1)
+            return 1
+        if not world.incarnation:
+            await world.sleep(100.0)
+        await world.sleep(0.5)
+        return float((await world.receive_stream(torch.empty(10), 0)).sum()) if is_received else 10.0
+
+    faults = [Kill(1, at_s=0.02), Restart(1, at_s=back_at_s)]
+    report = simulate(main, ranks=2, seed=2, faults=faults)
+    check(report)
+    assert report.results == (1, 10.0)
+
+
 def test_a_replay_buffer_serves_a_client_that_was_started_again() -> None:
     async def main(world: ad.World) -> Any:
         if world.rank == 0:

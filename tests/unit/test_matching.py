@@ -88,6 +88,23 @@ def test_inbox_rings_once_per_batch_and_again_after_a_look() -> None:
     assert (len(rung), seen) == (2, [1, 2])
 
 
+def test_calls_behind_one_that_raises_ring_the_bell() -> None:
+    """Regression: they waited until other code looked, because the queue was not empty at the next call."""
+    inbox, rung, seen = CallbackQueue(), list[None](), list[int]()
+
+    def fail(_: int) -> None:
+        raise ValueError("a call")
+
+    inbox.set_bell(lambda: rung.append(None))
+    inbox.put(fail, 1)
+    inbox.put(seen.append, 2)
+    with pytest.raises(ValueError, match="a call"):
+        inbox.empty()
+    assert len(rung) == 2
+    inbox.empty()
+    assert (len(rung), seen) == (2, [2])
+
+
 def test_look_between_a_call_and_its_bell_keeps_the_next_bell() -> None:
     """Regression: a rank slept forever with a message in its inbox."""
     inbox, rung, seen = CallbackQueue(), list[None](), list[int]()

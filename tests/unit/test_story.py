@@ -93,6 +93,9 @@ class TestWhoWaitsForWhom:
     def test_a_task_that_may_move_makes_its_rank_movable(self) -> None:
         task = Wait("sender", "sleep", ends_by_itself=True)
         assert not stuck_ranks(of(story(0, waits_for(1), task), story(1, waits_for(0))))
+        with_further_tasks = replace(story(0, waits_for(1)), has_further_tasks=True)
+        assert not stuck_ranks(of(with_further_tasks, story(1, waits_for(0))))
+        assert not stuck_ranks(of(story(0, replace(waits_for(1), has_deadline=True)), story(1, waits_for(0))))
 
     def test_a_lost_rank_brings_nothing(self) -> None:
         waits = waits_for(1, 2)

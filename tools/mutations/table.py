@@ -330,8 +330,8 @@ MUTANTS: Final = (
         "deadline",
         "waiting for a condition has no timer: the deadline is judged when something else happens",
         "asyncdist/messaging/engine.py",
-        "                alarm = Alarm(self.loop, deadline, waiter) if deadline is not None else None\n",
-        "                alarm = None\n",
+        "                if deadline is not None:\n                    alarm = Alarm(self.loop, deadline, waiter)\n",
+        "                if False:\n                    alarm = Alarm(self.loop, deadline, waiter)\n",
         ABSENT,
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import multiprocessing
 import traceback
@@ -25,6 +26,8 @@ from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
 from asyncdist.wording import ranks_in_words
+
+logger = logging.getLogger("asyncdist.runtime.failing.failure")
 
 #: Seconds that a failed rank waits before it prints its error, because another rank's report may explain the error.
 _END_REASON_S: Final = 0.25
@@ -64,7 +67,11 @@ class FailureMonitor:
     def _hear(self, rank: int, summary: str) -> None:
         error = peer_failed(rank, summary)
         if summary in _INTERRUPTS and self.error is None:
-            self._is_signalled, self.waited = True, describe_wait(self._task, self._world)
+            self._is_signalled = True
+            try:
+                self.waited = describe_wait(self._task, self._world)
+            except Exception:  # Main must be stopped anyway.
+                logger.warning("the wait of rank %d cannot be described", self._world.rank, exc_info=True)
             if self.waited:
                 error.add_note(f"rank {self._world.rank} was waiting for {self.waited}")
         self.stop(error)
@@ -311,7 +318,7 @@ def uncancel() -> None:
 
 
 class Everybody:
-    """Callable that returns whether every other rank is lost or in one of several growing sets.
+    """Callable that returns whether every other rank is lost or in one of several sets, which mostly grow.
 
     The check runs for each message, even with thousands of ranks, so it first compares the sizes of the sets.
     """
@@ -321,7 +328,7 @@ class Everybody:
         self._own_rank = world.rank
         self._size = world.size
         self._transport = transport
-        self._found_count = 0  # all ranks below this number have been found
+        self._found_count = 0  # all ranks below this number have been found, possibly before a restart
 
     def __call__(self) -> bool:
         """Return whether every other rank is lost, or in one of the sets of ranks passed to the constructor."""
@@ -330,12 +337,15 @@ class Everybody:
         counts = [len(group) - (self._own_rank in group) for group in groups]
         if max(counts) == self._size - 1:
             return True
-        if sum(counts) >= self._size - 1:  # Otherwise at least one rank is in none of the sets.
-            self._extend_found(groups)
+        if sum(counts) < self._size - 1:  # At least one rank is in none of the sets.
+            return False
+        self._found_count = self._first_missing(self._found_count, groups)
+        if self._found_count == self._size:  # A restarted rank may have been removed from its set.
+            self._found_count = self._first_missing(0, groups)
         return self._found_count == self._size
 
-    def _extend_found(self, groups: Collection[Collection[int]]) -> None:
-        rank = self._found_count
+    def _first_missing(self, rank: int, groups: Collection[Collection[int]]) -> int:
+        """Return the first rank, from ``rank``, that is in none of the sets, or the number of ranks."""
         while rank < self._size and (rank == self._own_rank or any(rank in group for group in groups)):
             rank += 1
-        self._found_count = rank
+        return rank

@@ -78,14 +78,24 @@ class WaitReporter:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Open a socket, if this host has a folder for sockets, and start the thread that answers on it."""
-        opened = sockets.listen(self._world.services.job, self._world.rank)
-        if opened is None:
-            return
-        self._listener, self._path = opened
-        self._wake = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve, name="asyncdist story", daemon=True)
-        self._thread.start()
+        """Open a socket, if this host has a folder for sockets, and start the thread that answers on it.
+
+        If the system refuses that, for example because the user has too many threads, log a warning.
+        """
+        try:
+            opened = sockets.listen(self._world.services.job, self._world.rank)
+            if opened is None:
+                return
+            self._listener, self._path = opened
+            self._wake = socket.socketpair()
+            thread = threading.Thread(target=self._serve, name="asyncdist story", daemon=True)
+            thread.start()
+        except (OSError, RuntimeError) as error:
+            logger.warning("rank %d cannot report its waits to other processes: %s", self._world.rank, error)
+            self._close()
+            self._listener = self._path = None
+        else:
+            self._thread = thread
 
     def end(self) -> None:
         """Stop answering requests for reports, and close the sockets."""
@@ -95,10 +105,15 @@ class WaitReporter:
         self._thread.join()
         if self._printing is not None:
             self._printing.join(_ASKED_TOGETHER_S + sockets.ANSWER_S)
-        for each in (self._listener, *self._wake):
-            each.close()
-        sockets.withdraw(self._path)
+        self._close()
         self._thread = None
+
+    def _close(self) -> None:
+        for each in (self._listener, *(self._wake or ())):
+            if each is not None:
+                each.close()
+        if self._path is not None:
+            sockets.withdraw(self._path)
 
     def forget_in_child(self) -> None:
         """Close this rank's socket in a forked child.

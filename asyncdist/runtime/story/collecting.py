@@ -7,11 +7,19 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from asyncdist.messaging.services import Services
-from asyncdist.runtime.stall_warnings import frames_of, futures_awaited, is_library, line_of, wait_with_parts, waiter_of
+from asyncdist.runtime.stall_warnings import (
+    dependents_of_parts,
+    frames_of,
+    futures_awaited,
+    is_library,
+    line_of,
+    wait_with_parts,
+    waiter_of,
+)
 from asyncdist.runtime.story.activity import Activity
 from asyncdist.runtime.world import World
 from asyncdist.story.event_texts import describe_events
@@ -39,6 +47,8 @@ def collect(
     vacant = services.lost_ranks() & services.engine.transport.vacant_ranks()
     events = [each for each in services.events.latest() if each.kind != "lost" or each.get("rank") not in vacant]
     state, line, inner_line = _state(main, activity, frame)
+    has_main = state in ("awaits", "returned")
+    listed = [task for task in world.spawned_tasks()[:TASK_COUNT_MAX] if task is not main and waiter_of(task)]
     return RankStory(
         rank=world.rank,
         size=world.size,
@@ -50,7 +60,10 @@ def collect(
         line=line,
         inner_line=inner_line,
         still_s=activity.still_s(),
-        waits=tuple(_waits(world, main, with_main=state in ("awaits", "returned"))),
+        waits=(
+            *((_wait("main", main, world),) if has_main else ()),
+            *(_wait(task.get_name(), task, world) for task in listed),
+        ),
         policies=tuple(_policies(services)),
         started=dict(world.peers.attendance.started()),
         channels=tuple(_channels(services)),
@@ -60,6 +73,7 @@ def collect(
         vacant=tuple(sorted(vacant)),
         left=tuple(sorted(services.left)),
         events=describe_events(events, services.events.now(), EVENT_COUNT_MAX),
+        has_further_tasks=has_main and _has_further_tasks(world, [main, *listed]),
     )
 
 
@@ -91,22 +105,27 @@ def _is_users(frame: types.FrameType) -> bool:
 
 def seconds_waited(main: asyncio.Task[Any], world: World) -> float:
     """Return how long main has been waiting for other ranks, or 0 if it does not wait for them."""
-    ages = map(world.services.engine.awaited_s, futures_awaited(main, world, set()) or ())
+    ages = map(world.services.engine.awaited_s, futures_awaited(main, world) or ())
     return max((age for age in ages if age is not None), default=0.0)
 
 
-def _waits(world: World, main: asyncio.Task[Any], *, with_main: bool) -> Iterator[Wait]:
-    if with_main:
-        yield _wait("main", main, world)
-    for task in world.spawned_tasks()[:TASK_COUNT_MAX]:
-        if task is not main and waiter_of(task) is not None:
-            yield _wait(task.get_name(), task, world)
+def _has_further_tasks(world: World, listed: Sequence[asyncio.Task[Any]]) -> bool:
+    """Return whether there are spawned tasks, or tasks with user code, that no task in ``listed`` is or waits for."""
+    tasks = asyncio.all_tasks(world.services.engine.loop)
+    # Mains of other ranks that share the loop, with the tasks that they await, cannot help this rank either.
+    mains = [task for task in tasks if any(frame.f_code.co_name == "host_rank" for frame in frames_of(task)[:1])]
+    known = {*listed, *mains}
+    known.update(dependents_of_parts(known, world))
+    further = tasks - known
+    return not further.isdisjoint(world.spawned_tasks()) or any(
+        not all(map(is_library, frames_of(task))) for task in further
+    )
 
 
 def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
     engine = world.services.engine
     what, frame = wait_with_parts(task, world)
-    futures = futures_awaited(task, world, set())
+    futures = futures_awaited(task, world)
     if futures is None:
         does = str(what) if waiter_of(task) is not None else ""
         if (thread_line := _line_of_thread(task, world)) is not None:
@@ -128,6 +147,7 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
         tags[0] if tags else None,
         ends_by_itself=False,
         collective=collective,
+        has_deadline=any(map(engine.has_deadline, futures)),
     )
 
 

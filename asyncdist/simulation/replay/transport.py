@@ -14,7 +14,6 @@ from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
     Capabilities,
-    GroupHandle,
     PersistentReceive,
     Request,
     Transport,
@@ -82,9 +81,6 @@ class ReplayTransport(Transport):
     @property
     def local_rank(self) -> int:
         return self._inner.local_rank
-
-    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        return None
 
     def abort(self, exit_code: int) -> None:
         self._inner.abort(exit_code)

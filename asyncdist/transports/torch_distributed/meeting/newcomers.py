@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from asyncdist._version import __version__
+from asyncdist._version import describe_version
 from asyncdist.errors import DisagreementError, LateError, TransportError
 from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed.failures import reason
@@ -225,7 +225,7 @@ _entered: dict[Rendezvous, str] = {}
 
 
 def _identity(rendezvous: Rendezvous) -> dict[str, Any]:
-    return {"job": rendezvous.job, "WORLD_SIZE": rendezvous.size, "version": f"asyncdist {__version__}"}
+    return {"job": rendezvous.job, "WORLD_SIZE": rendezvous.size, "version": describe_version()}
 
 
 def _check_running(running: str, rendezvous: Rendezvous) -> str:

@@ -27,7 +27,8 @@ from typing import Any, Final, Protocol
 
 from torch import distributed as dist
 
-from asyncdist.errors import TransportError
+from asyncdist._version import describe_version
+from asyncdist.errors import DisagreementError, TransportError
 from asyncdist.launchers import detection, job_rendezvous
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import serving
@@ -95,6 +96,7 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
         timeout_s: Seconds to wait for the other ranks.
 
     Raises:
+        DisagreementError: The versions of asyncdist differ.
         TransportError: The store cannot be served or reached, ranks are missing, or two processes have the same rank.
             The message names the ranks.
     """
@@ -182,6 +184,7 @@ class _Gathering:
         self._store = store.part("asyncdist")
         self._rank = rank
         self._size = size
+        self._facts = f"{size} {describe_version()}"  # equal on all ranks
         self._deadline = deadline
         self._check = check
         self._hello = secrets.token_hex(8)
@@ -217,7 +220,7 @@ class _Gathering:
     def _lead(self) -> None:
         self.token = self._hello
         self.world = self._store.part(self.token)
-        self.world.set("size", str(self._size))
+        self.world.set("facts", self._facts)
         self.world.set("missing", _join(self._missing))
         self._until(self._have_all_arrived)
 
@@ -225,7 +228,7 @@ class _Gathering:
         self._answer()
         here = [peer for peer in (*self._missing, *self._strays) if self.world.check([f"rank {peer}"])]
         for peer in here:
-            _check_sizes(peer, int(text_of(self.world, f"rank {peer}")), self._size)
+            _check_facts(peer, text_of(self.world, f"rank {peer}"), self._facts)
         if here:
             self._missing = [peer for peer in self._missing if peer not in here]
             self.world.set("missing", _join(self._missing))
@@ -255,8 +258,8 @@ class _Gathering:
     def _use_token(self, token: str) -> None:
         self.token = token
         self.world = self._store.part(token)
-        self.world.set(f"rank {self._rank}", str(self._size))
-        _check_sizes(self._rank, self._size, int(text_of(self.world, "size")))
+        self.world.set(f"rank {self._rank}", self._facts)
+        _check_facts(self._rank, self._facts, text_of(self.world, "facts"))
 
     def _is_answered(self) -> bool:
         if self._store.check([f"answer/{self._hello}"]):
@@ -327,11 +330,21 @@ def _join(ranks: Sequence[int]) -> str:
     return " ".join(map(str, ranks))
 
 
-def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
-    """Raise TransportError if a rank's world size differs from rank 0's. Both ranks call this function."""
-    if size != size_of_0:
+def _check_facts(rank: int, facts: str, facts_of_0: str) -> None:
+    """Raise an error if a rank's world size or version differs from rank 0's. Both ranks call this function.
+
+    Ranks of a job that restarts its ranks do not compare their versions later.
+    """
+    (size, _, version), (size_of_0, _, version_of_0) = facts.partition(" "), facts_of_0.partition(" ")
+    if int(size) != int(size_of_0):
         raise TransportError(
             f"WORLD_SIZE must be equal on all ranks, but it is {size} on rank {rank} and {size_of_0} on rank 0",
+            rank=rank,
+        )
+    if version != version_of_0:
+        raise DisagreementError(
+            f"all ranks must run the same version, but rank {rank} runs {version!r:.80} and rank 0 runs "
+            f"{version_of_0!r:.80}",
             rank=rank,
         )
 
