@@ -117,7 +117,7 @@ class Engine(Poller):
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[AbandonedReceive]] = {}
         self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
-        self._timed: set[asyncio.Future[None]] = set()  # awaited futures that are completed at a deadline
+        self._alarms: dict[asyncio.Future[None], Alarm] = {}  # by awaited future that is completed at a deadline
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -306,9 +306,7 @@ class Engine(Poller):
     def awaited_peers(self, waiter: Any) -> Iterable[int]:
         """Return the ranks, if known, that may end the wait for the future ``waiter``."""
         what, _, peers = self._waiters.get(waiter, _NO_WAIT)
-        if peers is not None:
-            return peers()
-        return () if what.peer is None else (what.peer,)
+        return peers() if peers is not None else () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
         """Return the seconds that a task has waited for the future ``waiter``, or None if no task of this rank does."""
@@ -317,7 +315,11 @@ class Engine(Poller):
 
     def has_deadline(self, waiter: Any) -> bool:
         """Return whether the wait for the future ``waiter`` ends at a deadline."""
-        return waiter in self._timed
+        return waiter in self._alarms
+
+    def _stop_alarm(self, waiter: asyncio.Future[None]) -> None:
+        if (alarm := self._alarms.pop(waiter, None)) is not None:
+            alarm.cancel()
 
     async def until(
         self,
@@ -354,17 +356,13 @@ class Engine(Poller):
                     continue
                 waiter = self._new_waiter()
                 self._conditions[waiter] = condition
-                alarm = None
                 if deadline is not None:
-                    alarm = Alarm(self.loop, deadline, waiter)
-                    self._timed.add(waiter)
+                    self._alarms[waiter] = Alarm(self.loop, deadline, waiter)
                 try:
                     await self.park(waiter, what, is_of_request=is_of_request or deadline is not None, peers=peers)
                 finally:
                     del self._conditions[waiter]
-                    if alarm is not None:
-                        alarm.cancel()
-                        self._timed.remove(waiter)
+                    self._stop_alarm(waiter)
             return True
         finally:
             # The end of a wait with a deadline is recorded only here, because the messages delivered last decide its
@@ -389,8 +387,7 @@ class Engine(Poller):
             deadline: Time on the loop's clock, in seconds.
             peers: Function that returns the ranks that may end the wait, if there are several.
         """
-        alarm = Alarm(self.loop, deadline, waiter)
-        self._timed.add(waiter)
+        self._alarms[waiter] = Alarm(self.loop, deadline, waiter)
         self._note_wait_begun(True)
         try:
             await self.park(waiter, what, is_of_request=True, peers=peers)
@@ -402,8 +399,7 @@ class Engine(Poller):
             self._note_deadline(what)
             return False
         finally:
-            alarm.cancel()
-            self._timed.remove(waiter)
+            self._stop_alarm(waiter)
             self._note_wait_ended(True)
 
     async def park(
@@ -442,9 +438,8 @@ class Engine(Poller):
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
         """Schedule ``call(*args)``, which must not raise, after ``delay_s`` seconds.
 
-        Messages that have arrived are delivered before the call, and may cancel it. Code whose timers affect messages
-        or decisions uses this method instead of the loop's ``call_later``, so that replays repeat the call at the
-        recorded time.
+        Messages that have arrived are delivered first, and may cancel the call. Code whose timers affect messages or
+        decisions uses this method, not the loop's ``call_later``, so that replays repeat the call when it was recorded.
         """
         held: list[Timer] = []
         held.append(self.loop.call_later(delay_s, self._fire, held, what, call, args))
@@ -453,10 +448,9 @@ class Engine(Poller):
     def _fire(self, held: list[Timer], what: WaitId, call: Callable[..., object], args: tuple[Any, ...]) -> None:
         timer = held.pop()  # ends the reference cycle
         self.poll()
-        if timer.cancelled():
-            return
-        self._note_timer(what)
-        call(*args)
+        if not timer.cancelled():
+            self._note_timer(what)
+            call(*args)
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         """Call ``wake()`` to resume a task after an event outside the engine, such as an asyncio timer.
