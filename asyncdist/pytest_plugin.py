@@ -281,7 +281,7 @@ class _Record:
             if isinstance(error, (SystemExit, KeyboardInterrupt)) and rank in interrupted:
                 return False
             if isinstance(error, SystemExit):
-                return bool(error.code)
+                return bool(rank_program.exit_code(error.code))
             if isinstance(error, RankLostError) and (has_kill or interrupted):
                 lost: Any = error.facts.get("rank")
                 if lost in interrupted:

@@ -198,7 +198,7 @@ def be_child(
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as error:
-        if not error.code:
+        if not rank_program.exit_code(error.code):
             pipe.send_bytes(RETURNED)
         failure_notice.send(error)
         sys.exit(rank_program.exit_code(error.code))

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from asyncdist import validation
+from asyncdist import rank_program, validation
 from asyncdist.live import last_counters
 from asyncdist.live.counters import counters_of
 from asyncdist.live.destinations import Destination
@@ -203,7 +203,11 @@ def _successful_exit(
     ended_by: BaseException | None = caught
     if isinstance(caught, asyncio.CancelledError):
         ended_by = interrupts.raised if interrupts.received is None else None
-    if not isinstance(ended_by, SystemExit) or ended_by.code or world.services.engine.failure is not None:
+    if (
+        not isinstance(ended_by, SystemExit)
+        or rank_program.exit_code(ended_by.code)
+        or world.services.engine.failure is not None
+    ):
         return None
     uncancel()
     return ended_by

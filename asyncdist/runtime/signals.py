@@ -120,7 +120,7 @@ class Interrupts:
         is_repeated, self._is_repeated = self._is_repeated, False
         if any(task.cancelling() for task in self._tasks) and not is_repeated:
             return
-        is_success = isinstance(error, SystemExit) and not error.code
+        is_success = isinstance(error, SystemExit) and not rank_program.exit_code(error.code)
         spared = self._leaving if is_success else frozenset[asyncio.Task[Any] | None]()
         if all(task.done() or task in spared for task in self._tasks):
             return  # main has returned, so that the rank ends anyway

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from asyncdist import rank_program
 from asyncdist.errors import LateError, RankLostError, is_consequence
 from asyncdist.runtime.world import WorldStatistics
 from asyncdist.simulation.faults import KILLING, Fault, Interrupt, Join, Restart
@@ -118,4 +119,4 @@ class SimReport(Generic[T_co]):
 
 
 def _is_exit(result: Any) -> bool:
-    return isinstance(result, SystemExit) and not result.code
+    return isinstance(result, SystemExit) and not rank_program.exit_code(result.code)

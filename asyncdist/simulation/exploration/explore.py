@@ -22,7 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from asyncdist import local_host, validation
+from asyncdist import local_host, rank_program, validation
 from asyncdist.errors import LateError, RankLostError
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.hosting import RankResult
@@ -269,7 +269,9 @@ def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
 
 def is_good_end(error: BaseException) -> bool:
     """Return whether a rank may end with this exception without making its seed fail."""
-    return isinstance(error, RankLostError | LateError) or (isinstance(error, SystemExit) and not error.code)
+    return isinstance(error, RankLostError | LateError) or (
+        isinstance(error, SystemExit) and not rank_program.exit_code(error.code)
+    )
 
 
 def signature_of(error: BaseException) -> str:
