@@ -45,7 +45,7 @@ pytestmark = pytest.mark.mpi
 
 
 def test_a_rank_that_cannot_print_its_error_ends_the_job(tmp_path: Path) -> None:
-    """Regression: the other ranks were not notified, and waited in the barrier for ever."""
+    """Regression: the other ranks were not notified, and waited in the barrier forever."""
     result = mpi.run_source(2, RUN, tmp_path / "recording", timeout_s=TIMEOUT_S).check(returncode=None)
     assert "rank 0 stopped: rank 1 failed: WithoutText" in result.stderr, result.output()
 

@@ -97,7 +97,7 @@ def is_socket(descriptor: int) -> bool:
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_a_child_in_the_loop_of_a_rank_takes_no_wakeup(loop: LoopName, capfd: pytest.CaptureFixture[str]) -> None:
-    """Regression: it read the byte that was to wake the rank, which then slept for ever."""
+    """Regression: it read the byte that was to wake the rank, which then slept forever."""
 
     async def main(world: ad.World) -> bytes:
         seen, rung = os.pipe2(os.O_NONBLOCK)

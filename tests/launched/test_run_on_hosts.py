@@ -300,7 +300,7 @@ LOSING_SSH = ["sh", "-c", 'test "$0" = lost && head -n 1 | sh -c "$1" || exec sh
 
 
 def test_a_rank_fails_if_its_host_was_lost_before_its_start(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Regression: if the connection ended between the check and the start, the launcher waited for ever."""
+    """Regression: if the connection ended between the check and the start, the launcher waited forever."""
     with remote_hosts.connected([Host("lost", 2)], LOSING_SSH, str(script)) as [agent]:
         assert wait_until(lambda: "lost stdout" not in [thread.name for thread in threading.enumerate()])
         ended = threading.Event()

@@ -63,7 +63,7 @@ def test_rank_that_catches_its_own_wrong_call_blocks_no_other(wrong: Callable[[]
 
 
 def test_all_to_all_without_rows_takes_part() -> None:
-    """Regression: a rank whose tensor had no rows returned at once, and the others waited for ever."""
+    """Regression: a rank whose tensor had no rows returned at once, and the others waited forever."""
 
     async def main(world: ad.World, rows: tuple[int, int]) -> int:
         return len(await ad.all_to_all(torch.zeros(rows[world.rank])))

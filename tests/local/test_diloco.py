@@ -429,7 +429,7 @@ def test_a_rank_not_finite_at_the_capture_takes_the_mean() -> None:
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_a_capture_without_memory_is_made_again(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the rank's round counted as contributed, and all ranks waited for it for ever."""
+    """Regression: the rank's round counted as contributed, and all ranks waited for it forever."""
     capture, calls = FragmentState.capture, itertools.count()
 
     def fail_once(self: FragmentState, *arguments: Any) -> float:

@@ -239,7 +239,7 @@ def test_rank_lost_in_a_save_is_named_and_delays_no_later_save(
 
 
 async def test_the_end_of_an_exchange_is_noted_even_if_it_cannot_start() -> None:
-    """Regression: later work of the group waited for ever for work whose exchange had not started."""
+    """Regression: later work of the group waited forever for work whose exchange had not started."""
 
     class Failed:
         def start_sequence(self, *_: object) -> None:

@@ -436,7 +436,7 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
 
 
 def test_requests_without_memory_do_not_hinder_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the server kept the items of such a draw, and all later draws of the client waited for ever."""
+    """Regression: the server kept the items of such a draw, and all later draws of the client waited forever."""
 
     class NoMemory:
         def __getattr__(self, name: str) -> Any:

@@ -153,7 +153,7 @@ def test_a_question_that_was_given_up_and_types_that_are_one() -> None:
 
 @pytest.mark.parametrize("fault", ["a field", "an integer", "cancelled"])
 def test_an_answer_that_cannot_be_sent_is_an_error_of_the_asker(fault: str) -> None:
-    """Regression: the asking rank waited for ever, and nothing was logged."""
+    """Regression: the asking rank waited forever, and nothing was logged."""
 
     async def answer(ask: Ask, source: int) -> Answer:
         if fault == "cancelled":

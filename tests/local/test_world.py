@@ -474,7 +474,7 @@ def test_services_are_waited_for_and_cancelled_on_failure() -> None:
 
 
 def test_an_error_right_after_the_handshake_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: no rank was notified of the error, and the others waited for ever."""
+    """Regression: no rank was notified of the error, and the others waited forever."""
     exporter = hosting._exporter
 
     def fail(world: ad.World, *args: Any) -> Any:
@@ -495,7 +495,7 @@ def test_an_error_right_after_the_handshake_ends_the_others(monkeypatch: pytest.
 def test_a_rank_runs_without_reports_that_the_system_refuses(
     refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Regression: the rank failed, and on MPI the others waited for ever."""
+    """Regression: the rank failed, and on MPI the others waited forever."""
 
     def refuse(*_: Any) -> Any:
         raise OSError("refused") if refused == "listen" else RuntimeError("can't start new thread")

@@ -124,7 +124,7 @@ def test_a_users_channel_and_stream_go_on_with_the_new_process() -> None:
 @pytest.mark.parametrize("is_received", [False, True])
 @pytest.mark.parametrize("back_at_s", [0.02001, 1.0])
 def test_a_stream_to_a_rank_that_is_back_at_once_fails(back_at_s: float, is_received: bool) -> None:
-    """Regression: the loss and the restart were noticed in one turn, and the sender waited for ever."""
+    """Regression: the loss and the restart were noticed in one turn, and the sender waited forever."""
 
     async def main(world: ad.World) -> Any:
         if world.rank == 0:

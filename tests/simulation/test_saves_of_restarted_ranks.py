@@ -290,7 +290,7 @@ def test_two_saves_at_one_iteration(tmp_path: Path) -> None:
 
 
 def test_a_state_whose_checkpoint_was_abandoned_does_not_wait(tmp_path: Path) -> None:
-    """Regression: it was kept for ever, because the others' next checkpoint was complete before it was written."""
+    """Regression: it was kept forever, because the others' next checkpoint was complete before it was written."""
     late, next_one = Moment(RUN, 10), Moment(RUN, 20)
 
     def write_late(folder: Path) -> dict[str, Any]:
