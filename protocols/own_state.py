@@ -129,7 +129,7 @@ def _unchanged_random_numbers() -> Iterator[None]:
     """Restore the states of all generators of random numbers when the block ends."""
     # All GPUs are listed, because the model need not be on the current one.
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    pythons, numpys = random.getstate(), np.random.get_state()
+    pythons, numpys = random.getstate(), np.random.get_state(legacy=False)
     try:
         with torch.random.fork_rng(devices):
             yield
