@@ -508,7 +508,10 @@ class SwitchingCaller(Caller):
         try:
             asked = stack.switch(*args, **kwargs)
             while not stack.dead:
-                asked = stack.switch(await outcome_of(asked))
+                outcome = await outcome_of(asked)
+                if isinstance(outcome.error, asyncio.CancelledError):
+                    uncancel()  # the next call is not being cancelled
+                asked = stack.switch(outcome)
             return asked
         finally:
             self.is_open = False

@@ -139,11 +139,13 @@ async def run_and_raise(
     work: Callable[[Collectives], Coroutine[Any, Any, T]],
     *,
     on_end: Callable[[], None] | None = None,
+    raises_at_once: bool = False,
 ) -> T:
     """Run the collectives that exchange this rank's result. Afterwards, raise the error of ``outcome``, if any.
 
     An error that is not an ``Exception``, such as a cancellation, is raised immediately, and sent in the background.
-    ``on_end`` is called when the collectives have ended for any reason, even if they were not started.
+    With ``raises_at_once``, so is every error. ``on_end`` is called when the collectives have ended for any reason,
+    even if they were not started.
     """
     error = outcome.error
     try:
@@ -156,7 +158,7 @@ async def run_and_raise(
         raise
     if on_end is not None:
         task.add_done_callback(lambda _: on_end())
-    if error is not None and not isinstance(error, Exception):
+    if error is not None and (raises_at_once or not isinstance(error, Exception)):
         raise error
     try:
         result = await collectives.join(task, group)

@@ -73,8 +73,9 @@ class JointWork(Generic[T]):
             work: Coroutine function that does the work. Its arguments are a group for the work and the prepared value,
                 the first member's result of ``prepare``.
             arrive: Coroutine function that every member awaits first, or None. ``prepare`` is then called when
-                ``arrive`` has returned on all members, and not if this rank's caller was cancelled. Exceptions are
-                handled like those of ``prepare``.
+                ``arrive`` has returned on all members, and not if this rank's caller was cancelled. An exception of
+                ``arrive`` is raised at once on this rank, because other members may never call the work, and as
+                RemoteError on the others.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
         self._previous = previous if isinstance(previous, JointWork) else None
@@ -115,7 +116,14 @@ class JointWork(Generic[T]):
                 self._end()
 
         try:
-            prepared = await run_and_raise(self._world.collectives, group, first, begin_work, on_end=on_exchanged)
+            prepared = await run_and_raise(
+                self._world.collectives,
+                group,
+                first,
+                begin_work,
+                on_end=on_exchanged,
+                raises_at_once=arrive is not None,
+            )
             assert self._task is not None, "all have come"
             await self._engine.settled_by(self._task, asyncio.shield(self._begun))
             return prepared

@@ -244,7 +244,7 @@ class _FailureNotice:
             return
         kind = CONSEQUENCE if is_consequence(error) else PERHAPS if isinstance(error, RuntimeError) else CAUSE
         if isinstance(error, SystemExit):
-            if error.code is None or error.code == rank_program.exit_code(error.code):
+            if error.code is None or (type(error.code) is int and error.code == rank_program.exit_code(error.code)):
                 return  # the launcher gets the reason from the exit code
             text = f"exited with {error.code!r}"
         else:

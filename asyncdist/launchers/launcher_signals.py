@@ -62,7 +62,7 @@ def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
             yield
         finally:
             for number, handler in previous.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: C code has set it
         return
     is_over = threading.Event()
 

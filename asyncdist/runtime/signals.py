@@ -158,7 +158,8 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number != signal.SIGHUP or self._heeds_hangup():
-                    self._previous[number] = signal.signal(number, self._handle) or _default_handler(number)
+                    previous = signal.signal(number, self._handle)
+                    self._previous[number] = _default_handler(number) if previous is None else previous
         return self
 
     def _heeds_hangup(self) -> bool:

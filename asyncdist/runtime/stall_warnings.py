@@ -261,17 +261,18 @@ def _waits_for_ranks(task: Any, world: World) -> set[Any]:
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
     """Return the futures and tasks that a task waits for, or None if the wait ends automatically, like a sleep."""
-    frames = {frame.f_code: frame.f_locals for frame in frames_of(task)}
+    # The variables of other frames are not read, because Python would keep the read values alive in the frame.
+    frames = {frame.f_code: frame for frame in frames_of(task)}
     if not _TIMED.isdisjoint(frames):
         return None
     if of_group := frames.get(asyncio.TaskGroup.__aexit__.__code__):
-        tasks: Iterable[Any] = of_group["self"]._tasks
+        tasks: Iterable[Any] = of_group.f_locals["self"]._tasks
         return tasks
     for waits in (asyncio.wait_for, asyncio.wait):
-        if (arguments := frames.get(waits.__code__)) and arguments["timeout"] is not None:
+        if (of_call := frames.get(waits.__code__)) and of_call.f_locals["timeout"] is not None:
             return None
     if of_wait := frames.get(asyncio.wait.__code__):
-        return list(of_wait["fs"])
+        return list(of_wait.f_locals["fs"])
     return [waiter_of(task)]
 
 

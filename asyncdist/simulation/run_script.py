@@ -21,6 +21,7 @@ import shlex
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,6 +133,8 @@ class Script:
         spec = importlib.util.find_spec(self.module)
         if spec is None or spec.origin is None or not os.path.samefile(spec.origin, self.path):
             raise ScriptError(f"the module {self.module} must be {self.path!r}, but Python finds another module")
+        # A test of a replay may have imported the module before.
+        warnings.filterwarnings("ignore", "'.*' found in sys.modules after import", RuntimeWarning, "runpy")
         runpy.run_module(self.module, run_name="__main__", alter_sys=True)
 
     @property
@@ -243,7 +246,7 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
             if not host.call_count:
                 raise _never_ran(script)
     except SystemExit as caught:
-        error = caught if caught.code else None
+        error = caught if rank_program.exit_code(caught.code) else None
     except BaseException as caught:
         is_raised_in_rank = host.report is not None and any(caught is result for result in host.report.results)
         if isinstance(caught, KeyboardInterrupt) and not is_raised_in_rank:
@@ -273,7 +276,7 @@ def _run_main(script: Script, host: _Host) -> None:
         try:
             script.run_file()
         except SystemExit as ended:
-            if ended.code or find_caller() is None:
+            if rank_program.exit_code(ended.code) or find_caller() is None:
                 raise
         caller = find_caller()
         if caller is not None:

@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, cast
+from typing import Any, ClassVar, Final, NoReturn, cast
 
 from asyncdist import environment, local_host
 from asyncdist.errors import AsyncdistError, TransportError, TruncationError
@@ -303,10 +303,14 @@ class MpiTransport(MpiMessages):
         TransportError: There is no usable MPI library, or the ranks of the job cannot reach each other.
     """
 
+    _has_started_mpi: ClassVar[bool] = False  # whether an earlier transport of this process has started MPI
+
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
         mpi = sys.modules.get("mpi4py.MPI")
         # The program's own connections keep their settings. If the program has started MPI, these cannot be told apart.
-        programs = () if mpi is not None and mpi.Is_initialized() else open_descriptors()
+        is_programs = mpi is not None and mpi.Is_initialized() and not MpiTransport._has_started_mpi
+        programs = () if is_programs else open_descriptors()
+        MpiTransport._has_started_mpi |= not is_programs
         super().__init__(check_library, finalizes=True)
         # Without probes, TCP retries over a lost link for 15 minutes.
         probe_all(set(open_descriptors()).difference(programs))

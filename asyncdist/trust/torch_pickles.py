@@ -279,7 +279,9 @@ class _Values:
 _TUPLES: Final[Mapping[str, int]] = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _CONSTANTS: Final[Mapping[str, Any]] = {
     "MARK": _MARK,
-    **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_SET", "SHORT_BINSTRING"), None),
+    **dict.fromkeys(("NONE", "EMPTY_SET", "SHORT_BINSTRING"), None),
+    "NEWTRUE": True,
+    "NEWFALSE": False,
 }
 _NUMBERS: Final = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"))
 

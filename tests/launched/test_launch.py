@@ -253,9 +253,9 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     "source",
     [
-        "async def main(world): pass\nimport asyncdist; asyncdist.run(main)",
         "import asyncdist\nwith asyncdist.blocking.open_world(): pass",
-        OPENED_IN_A_LOOP,
+        pytest.param("async def main(world): pass\nimport asyncdist; asyncdist.run(main)", marks=pytest.mark.long),
+        pytest.param(OPENED_IN_A_LOOP, marks=pytest.mark.long),
         "import torch.distributed as dist; dist.init_process_group('gloo'); dist.destroy_process_group()",
     ],
 )

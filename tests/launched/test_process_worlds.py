@@ -93,7 +93,7 @@ elif world.rank == 1:
     ("end", "code", "told"),
     [
         pytest.param("sys.exit(3)", 3, "SystemExit: 3", marks=pytest.mark.slow),
-        pytest.param("signal.raise_signal(15)", 143, "SystemExit: 143 (SIGTERM)", marks=pytest.mark.slow),
+        pytest.param("signal.raise_signal(15)", 143, "SystemExit: 143 (SIGTERM)", marks=pytest.mark.long),
         pytest.param("pass", 0, "", marks=pytest.mark.long),
     ],
 )
@@ -190,7 +190,10 @@ ad.blocking.async_save_population(sys.argv[1], torch.nn.Linear(100, 100))
     assert (tmp_path / "checkpoint-000001" / "manifest.json").exists(), completed.stderr
 
 
-@pytest.mark.parametrize("call", ["ad.run(train)", "blocking_train(ad.blocking.process_world())"])
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param("ad.run(train)", marks=pytest.mark.long), "blocking_train(ad.blocking.process_world())"],
+)
 def test_a_program_without_a_launcher_is_told_once(tmp_path: Path, call: str) -> None:
     """Regression: DiLoCo trained on one rank, and nothing was said."""
     script = tmp_path / "train.py"

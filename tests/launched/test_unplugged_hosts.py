@@ -106,8 +106,8 @@ from asyncdist.transports import mpi
 
 keepalive.IDLE_S = keepalive.INTERVAL_S = keepalive.PROBE_COUNT = keepalive.UNACKNOWLEDGED_S = 1
 
-def cut():
-    probe_all()
+def cut(*given):
+    probe_all(*given)
     if socket.gethostname() == "host2":
         subprocess.run(["ip", *sys.argv[2:]], check=True)
 

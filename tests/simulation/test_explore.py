@@ -140,7 +140,6 @@ def test_the_repeat_line_fixes_the_order_of_sets(monkeypatch: pytest.MonkeyPatch
     assert failure.message in again.stderr
 
 
-@pytest.mark.workers
 def with_one_thread(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
     assert torch.get_num_threads() == 1
     return simulate(meets, ranks=2, seed=seed)
@@ -163,6 +162,7 @@ def test_torch_has_one_thread_with_any_number_of_processes() -> None:
     assert statements[:2] == ["import torch", "torch.set_num_threads(1)"]
 
 
+@pytest.mark.workers
 def test_a_plan_of_five_faults_is_shrunk_to_the_one_that_matters() -> None:
     failure = explore(one_fault_of_five, [3], processes=1, quiet=True).failure
     assert failure is not None

@@ -22,9 +22,11 @@ def test_a_world_after_the_end_of_mpi_is_refused(monkeypatch: pytest.MonkeyPatch
         mpi._load_mpi(None, finalizes=True)
 
 
-@pytest.mark.parametrize(("is_started", "probed"), [(False, {5}), (True, {3, 4, 5})])
+@pytest.mark.parametrize(
+    ("is_started", "is_second_world", "probed"), [(False, False, {5}), (True, False, {3, 4, 5}), (True, True, {5})]
+)
 def test_the_programs_own_connections_keep_their_settings(
-    is_started: bool, probed: set[int], monkeypatch: pytest.MonkeyPatch
+    is_started: bool, is_second_world: bool, probed: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the program's idle or slow connections to other hosts were closed after 30 s."""
     opened, seen = [3, 4], set[int]()
@@ -38,5 +40,6 @@ def test_the_programs_own_connections_keep_their_settings(
     monkeypatch.setattr(mpi, "open_descriptors", lambda: list(opened))
     monkeypatch.setattr(mpi, "probe_all", seen.update)
     monkeypatch.setattr(mpi.MpiTransport, "_group", lambda *_: None)
+    monkeypatch.setattr(mpi.MpiTransport, "_has_started_mpi", is_second_world)
     mpi.MpiTransport()
     assert seen == probed

@@ -64,7 +64,8 @@ def test_the_norm_of_large_differences_does_not_overflow() -> None:
 def begun(held: HeldAnchor, given: HeldAnchor, state: Any, *, first: int = 0) -> tuple[Regional, HeldAnchor]:
     """Begin to serve island 1 with a merge weight of 1/4."""
     store = MemberStore(HeldAnchor(first, (), block(0.0)))
-    regional = Regional(GlobalClient(given), store, LAYOUTS, island=1, every=2, weight=0.25, membership=COMPANY)
+    options: Any = {"island": 1, "every": 2, "weight": 0.25, "is_divided_anew": False}
+    regional = Regional(GlobalClient(given), store, LAYOUTS, membership=COMPANY, **options)
     return regional, asyncio.run(regional.resumed(held, state, {4: 9, 5: 2}))
 
 

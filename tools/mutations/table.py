@@ -330,8 +330,8 @@ MUTANTS: Final = (
         "deadline",
         "waiting for a condition has no timer: the deadline is judged when something else happens",
         "asyncdist/messaging/engine.py",
-        "                if deadline is not None:\n                    alarm = Alarm(self.loop, deadline, waiter)\n",
-        "                if False:\n                    alarm = Alarm(self.loop, deadline, waiter)\n",
+        "                if deadline is not None:\n                    self._alarms",
+        "                if False:\n                    self._alarms",
         ABSENT,
     ),
     Mutant(

@@ -31,8 +31,8 @@ logger = logging.getLogger("asyncdist.population_checkpoint")
 
 ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
-#: Folders of the checkpoints that simulations and replays in this process have begun.
-_simulated: Final = set[Path]()
+#: Inode of each checkpoint's folder that simulations and replays in this process have created.
+_simulated: Final = dict[Path, int]()
 _PIECE_NBYTES: Final = 1 << 22
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -54,14 +54,18 @@ def new_folder(place: Path, *, is_simulated: bool = False) -> Path:
             folder = place / manifests.name_of(number)
             folder.mkdir()
             if is_simulated:
-                _simulated.add(folder.resolve())
+                _simulated[folder.resolve()] = folder.stat().st_ino
+            else:
+                _simulated.pop(folder.resolve(), None)
             return folder
         number += 1
 
 
 def is_simulated(folder: Path) -> bool:
     """Return whether a simulation or a replay in this process has begun the checkpoint in this folder."""
-    return folder.resolve() in _simulated
+    with contextlib.suppress(FileNotFoundError):
+        return _simulated.get(folder.resolve()) == folder.stat().st_ino
+    return False
 
 
 class FolderLock:

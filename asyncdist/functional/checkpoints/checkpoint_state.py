@@ -188,9 +188,9 @@ def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: 
     """
     changed: dict[str, Any] = {"sources": tuple(sources.items())}
     if is_copy:
-        contributions = state.get("contributions", {}).items()
-        changed["contributions"] = {number: {**each, "norm": math.nan} for number, each in contributions}
         changed["draws"] = None
+    if is_copy and isinstance(contributions := state.get("contributions"), Mapping):
+        changed["contributions"] = {number: {**each, "norm": math.nan} for number, each in contributions.items()}
     return {**state, **{name: value for name, value in changed.items() if name in state}}
 
 

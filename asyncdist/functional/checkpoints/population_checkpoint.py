@@ -299,8 +299,8 @@ class _Save:
         """
         world = self._world
         if self._role != "member" or (self._is_default_group and world.peers.attendance.loss_count):
-            if self._arrival.error is not None and not isinstance(self._arrival.error, Exception):
-                raise self._arrival.error  # a cancelled caller does not wait for the other survivors
+            if self._arrival.error is not None:  # it is raised without waiting for the other survivors
+                raise self._arrival.error
             await self._move_to_survivors()
         while True:
             try:

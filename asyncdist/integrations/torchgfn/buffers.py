@@ -201,16 +201,19 @@ async def _exchange(world: World, server: int, kind: MessageType, payload: bytes
     services = world.services
     services.check_peer(server)
     tasks = services.shared(_Requests).tasks
-    while server in tasks:
-        await services.engine.ended(tasks[server])
-    name = f"request to the replay buffer on rank {server}"
-    task = tasks[server] = services.spawn_service(_request(world, server, kind, payload), name=name)
-    task.add_done_callback(lambda _: tasks.pop(server))
+    request = _request(world, server, kind, payload, after=tasks.get(server))
+    task = services.spawn_service(request, name=f"request to the replay buffer on rank {server}")
+    tasks[server] = task
+    task.add_done_callback(lambda _: tasks.pop(server) if tasks[server] is task else None)
     return await services.engine.settled_by(task, asyncio.shield(task))
 
 
-async def _request(world: World, server: int, kind: MessageType, payload: bytes) -> torch.Tensor | None:
+async def _request(
+    world: World, server: int, kind: MessageType, payload: bytes, *, after: asyncio.Task[Any] | None
+) -> torch.Tensor | None:
     services = world.services
+    if after is not None:
+        await services.engine.ended(after)
     to_server, to_clients = scopes(server, _NAME)
     channel = services.open_channel(
         Ask | Answer, tag=tags.REPLAY, scope=to_clients, peer_scope=to_server, name=f"client of {_NAME}"
