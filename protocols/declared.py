@@ -95,10 +95,10 @@ class Options:
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all members, by name, as JSON values."""
         found = [each.name for each in declared(type(self)) if each.metadata[_KEY].is_agreed]
-        return {name: _shortened(getattr(self, name)) for name in found}
+        return {name: shortened(getattr(self, name)) for name in found}
 
 
-def _shortened(value: Any) -> Any:
+def shortened(value: Any) -> Any:
     """Return ``value``, or the beginning of its text and a checksum if the text is long."""
     text = repr(value)
     if len(text) <= _TEXT_LENGTH_MAX:

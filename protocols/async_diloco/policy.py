@@ -397,7 +397,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             self._replicas.check_saved(rank, state)
             sources = sources_of(state, rank, self._members)
             if self._island is not None and state["global"] is not None:
-                anew = divided_anew(state, self._island, logs=self._group.index == 0)
+                anew = divided_anew(state, self._island, sources, logs=self._group.index == 0)
                 state, self._is_divided_anew = anew or state, anew is not None
             if state["base"] is not None:
                 self._captures.load_state_dict(state["captures"])

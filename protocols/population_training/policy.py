@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.declared import among, shortened, with_options
 from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, CoordinatorOptions, SelectiveOptions
@@ -176,7 +176,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         for names in parameter_names(self.model, self.optimizer):  # a copied optimizer state is matched by names
             checksum = zlib.crc32("\n".join(sorted(names)).encode())
             groups.append(f"{len(names)} parameters with the names {checksum:08x}")
-        spaces = {name: space.agreed() for name, space in self._spaces.items()}
+        spaces = {name: shortened(space.agreed()) for name, space in self._spaces.items()}
         mine = {"optimizer": [type(self.optimizer).__name__, *sorted(groups)], "hyperparameters": spaces}
         return {**super()._options(), **self._own_options.agreed(), **mine}
 

@@ -199,6 +199,52 @@ def test_a_job_resumes_with_other_islands(
     assert all(any(merged for _, merged in results[first : first + size]) for first in range(0, ranks, size))
 
 
+def test_ranks_of_another_island_do_not_contribute_its_progress(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: after a loss, as many islands of as many ranks began, but with other ranks, and counted as equal."""
+
+    async def main(world: ad.World, first: int, last: int) -> None:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=2, global_every=2)
+        if first:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            await advance(policy, model, optimizer, range(first, last), world.rank)
+            if not first:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+
+    ad.simulate(main, 0, 40, ranks=6, seed=1, network=SLOW, faults=[Kill(0, at_s=0.4)])
+    caplog.clear()
+    ad.simulate(main, 40, 60, ranks=6, seed=2, network=SLOW)
+    texts = [record.getMessage() for record in caplog.records if record.name == "protocols.async_diloco.islands"]
+    assert len(texts) == 1 and "other islands (2 of 3 ranks)" in texts[0]
+
+
+def test_other_islands_before_a_global_version_begin_anew(tmp_path: Path) -> None:
+    """Regression: each of them contributed the whole progress of its old island, so that some counted twice."""
+
+    async def main(world: ad.World, islands: int, first: int, last: int) -> tuple[int, int]:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=islands, global_every=100)
+        if first:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            await advance(policy, model, optimizer, range(first, last), world.rank)
+            if not first:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+            assert policy._federation is not None
+            regional, server = policy._federation._regional, policy._federation.member.server
+            return (
+                (0, 0) if server is None or server.anchor is None else (regional._measured_from, server.anchor.version)
+            )
+
+    ad.simulate(main, 2, 0, 20, ranks=8, seed=1, network=SLOW)
+    results = ad.simulate(main, 4, 20, 40, ranks=8, seed=2, network=SLOW).results
+    servers = [result for result in results if result != (0, 0)]
+    assert len(servers) == 4 and all(0 < measured_from < version for measured_from, version in servers)
+
+
 @pytest.mark.parametrize("late", ["skip", "wait"])
 def test_ranks_may_leave_directly_after_a_save(late: str, tmp_path: Path) -> None:
     """Regression: the save had frozen the global server, and the server of its island waited forever for its answer."""

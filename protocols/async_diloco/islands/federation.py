@@ -141,20 +141,31 @@ class Federation:
         return {**held.state(), "outer": outer, **division}
 
 
-def divided_anew(state: Mapping[str, Any], island: Island, *, logs: bool) -> dict[str, Any] | None:
+def divided_anew(
+    state: Mapping[str, Any], island: Island, sources: Mapping[int, int], *, logs: bool
+) -> dict[str, Any] | None:
     """Return a rank's saved state without its island's contributions, if it was saved with other islands; else None.
 
     The anchors are kept. If ``logs``, a warning is logged.
+
+    Args:
+        sources: Rank of the saved run that each rank continues.
     """
-    division = state["global"].get("division")
-    if division is None or tuple(division) == _division_of(island):
+    division, own = state["global"].get("division"), _division_of(island)
+    if division is None:
+        return None
+    saved_islands = {rank: index for index, ranks in enumerate(division) for rank in ranks}
+    continues_own = all(saved_islands.get(sources[rank]) == index for index, ranks in enumerate(own) for rank in ranks)
+    if continues_own and len(division) == len(own):
         return None
     if logs:
         logger.warning(
-            "the checkpoint is of %d islands of %d ranks, and this job has %d islands of %d ranks: each island "
+            "the checkpoint is of other islands (%d of %d ranks) than those of this job (%d of %d ranks): each island "
             "continues from its newest anchor, and does not contribute its earlier progress to the global anchor",
-            *division,
-            *_division_of(island),
+            len(division),
+            len(division[0]),
+            len(own),
+            len(own[0]),
         )
 
     def alone(held: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -178,6 +189,6 @@ def divided_anew(state: Mapping[str, Any], island: Island, *, logs: bool) -> dic
     }
 
 
-def _division_of(island: Island) -> tuple[int, int]:
-    """Return the number of islands, and of the ranks in each."""
-    return island.count, len(island.ranks)
+def _division_of(island: Island) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each island."""
+    return tuple(tuple(island.ranks_of(index)) for index in range(island.count))

@@ -131,7 +131,7 @@ class Regional:
             self._reference = self._layouts.loaded_anchor(state["reference"])
             self._is_mirrored = False
             return held
-        if not held.merged and not self._first.version:
+        if not held.merged and not self._first.version and not self._is_divided_anew:
             return self._restarted(held, self._first)
         if held.version and (held.merged or not self._is_divided_anew):
             self._note_lost_progress()
