@@ -251,9 +251,8 @@ def _check_interpreter(command: str, script: str, own: Sequence[str], rest: Sequ
         return
     options = [word for word in own if word != script]
     program = list(itertools.dropwhile(lambda word: word == "-u", rest))
-    if not program or (
-        program[0].startswith("-") and not program[0].startswith("-m")
-    ):  # such as -c, which has no counterpart
+    # The first word may be an option of Python without an equivalent here, such as -c.
+    if not program or (program[0].startswith("-") and not program[0].startswith("-m")):
         program = ["script.py"]
     right = shlex.join(["asyncdist", command, *options, *program])
     _Parser(prog=f"asyncdist {command}").error(f"omit {script!r}, which asyncdist {command} starts: {right}")

@@ -98,7 +98,7 @@ def _reserve_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
 def _reserve(store: Any, rank: int) -> int | None:
     """Reserve a rank. Return the incarnation of its next process, or None if the rank is not free."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
-    if not store.check([key]):  # a different program owns the store, which has no places
+    if not store.check([key]):  # the store belongs to another program, and has no ranks to reserve
         return None
     found = bytes(store.get(key)).decode()
     if not found.startswith(_FREE) or bytes(store.compare_set(key, found, mine)).decode() != mine:

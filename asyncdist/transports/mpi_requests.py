@@ -119,8 +119,8 @@ class WildcardReceive(ReceiveRequest):
     receive then continues, unless the failed test's status shows that a message has arrived.
 
     Args:
-        acknowledge: Function that is called with the exception of a test. If it reports a death, the function
-            acknowledges the death and returns True.
+        acknowledge: Function that is called with each exception that a test raises. If the exception reports a death,
+            the function acknowledges the death and returns True.
         lost: Ranks that are known to be lost, whose messages are dropped.
     """
 

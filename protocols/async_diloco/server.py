@@ -489,7 +489,7 @@ class Server:
         return await self._services.engine.until(lambda: self._task is None, wait, deadline=deadline)
 
     def unfreeze(self) -> None:
-        """Resume changing the common weights after :meth:`freeze`, unless this rank leaves."""
+        """Resume changing the common weights after :meth:`freeze`, unless this rank is leaving."""
         if self._is_frozen and not self._is_leaving:
             self._is_frozen = False
             self._start_due_task()

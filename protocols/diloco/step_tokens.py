@@ -25,7 +25,8 @@ class StepTokens:
         """Return the number of tokens or examples of a step: ``tokens``, or 1 if it is None.
 
         Args:
-            metric: Positional argument of ``step``; None for a policy that needs a metric.
+            metric: Value that was passed to ``step`` by position, where a number of tokens is an error. None if the
+                policy takes a metric there.
 
         Raises:
             TypeError: The weights are ``"tokens"``, and the number of tokens was passed by position.

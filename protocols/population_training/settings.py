@@ -38,8 +38,9 @@ class OptimizerSettings:
     def __init__(self, optimizer: Any, names: Iterable[str], lr_scheduler: Any) -> None:
         if not torch_part(optimizer.state_dict()):
             raise ValueError(
-                "optimizer must have 'state' and 'param_groups' in its state_dict(), or in that of the optimizer that "
-                f"it wraps, got {type(optimizer).__name__}: its settings could not be kept when a rank copies another"
+                "the state_dict() of optimizer, or of the optimizer that it wraps, must contain 'state' and "
+                f"'param_groups', got {type(optimizer).__name__}: without them, a rank that copies another rank's "
+                "state cannot keep its own settings"
             )
         self._optimizer = optimizer
         self._scheduler = _unwrapped(lr_scheduler)

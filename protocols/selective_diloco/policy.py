@@ -181,8 +181,8 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         """Return the donors' weights, and log why each other rank is left out. Called on the leader."""
         if self._compares_scores and (scores := self._anchor_scores.add(reports.values())) is not None:
             logger.warning(
-                "%s: the ranks' metrics of equal weights differ, from %g to %g. Evaluate the same held-out data on all "
-                "ranks: a metric of a rank's own data prefers the ranks with easy data",
+                "%s: the ranks have equal weights, but their metrics differ, from %g to %g. Evaluate the same held-out "
+                "data on all ranks: metrics of each rank's own data favour the ranks with easy data",
                 self._journal.title(),
                 *sorted(self._sign * each for each in scores),
             )

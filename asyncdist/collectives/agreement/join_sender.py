@@ -20,7 +20,7 @@ _KEPT_COUNT_MAX: Final = 1024
 
 
 class JoinSender:
-    """Sends one rank's joins of large groups' agreements, and ignores repeated decisions."""
+    """Sends one rank's join messages for agreements of large groups, and ignores repeated decisions."""
 
     def __init__(self, relays: Relays, absences: Absences, send: Callable[[Any, int], None]) -> None:
         self._relays = relays

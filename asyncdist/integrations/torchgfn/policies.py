@@ -133,7 +133,7 @@ class _Ported(Generic[PolicyT]):
     def shutdown(self) -> None:
         """Leave the policy. The other ranks continue without this rank.
 
-        If the first call opened the world, this also leaves the world, and waits until the other ranks leave it.
+        If the policy's first call opened the world, also leave the world, and wait until the other ranks have left it.
         """
         if self._training is not None:
             self._training.end()

@@ -86,9 +86,9 @@ class Inline:
 class Pool:
     """Runs seeds in worker processes.
 
-    Workers that still run a seed at the end are killed. Each worker also exits when this process closes the other end
-    of the worker's pipe, its *lifeline*. SIGINT is blocked in the workers, because a terminal sends it to all
-    processes, but only this process must react.
+    Workers that are still running a seed when the pool closes are killed. Each worker also exits when this process
+    closes the other end of the worker's pipe, its *lifeline*. SIGINT is blocked in the workers, because a terminal
+    sends it to all processes, but only this process should react to it.
     """
 
     def __init__(self, payload: bytes, process_count: int) -> None:

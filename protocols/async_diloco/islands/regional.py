@@ -159,8 +159,8 @@ class Regional:
     def _note_lost_progress(self) -> None:
         self.lost_count += 1
         logger.warning(
-            "the server of island %d was lost before a member had its state; the island's progress since its last "
-            "contribution to the global server is not contributed",
+            "the server of island %d was lost before another member had received its state; the island's progress "
+            "since its last contribution to the global server is lost",
             self._island,
         )
 
