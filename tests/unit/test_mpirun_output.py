@@ -47,6 +47,15 @@ def test_reports_are_taken_out_also_in_the_midst_of_a_line(step: int) -> None:
     assert output_filter.reports == [b"1 ended -9", b"0 ended 7"]
 
 
+@pytest.mark.parametrize("step", [1, 9, 10_000])
+def test_a_rank_that_has_ended_before_it_was_notified_is_no_news(step: int) -> None:
+    """Regression: after Ctrl-C, mpirun sometimes printed this line of its PMIx server."""
+    said = b"[vm.example:03167] PMIX ERROR: PMIX_ERR_UNREACH in file /a/src/server/pmix_server.c at line 3146\n"
+    others = b"[vm:1] PMIX ERROR: PMIX_ERR_TIMEOUT in file b.c at line 1\n[1, 2]\n[info] PMIX\n[vm:1] P"
+    _, passed = feed(b"before\n" + said + b"between\n" + said + others, step)
+    assert passed == b"before\nbetween\n" + others
+
+
 def test_a_line_without_its_end_passes_through_at_once() -> None:
     output_filter = MpirunOutputFilter(MARK)
     assert output_filter.feed(b"\r 10%") == b"\r 10%" and not output_filter.has_held_bytes

@@ -4,6 +4,7 @@ All bytes are passed through, except for:
 
 - Messages in which mpirun blames the rank that ended first. This rank often stopped only because a different rank
   failed, so the launcher reports the failure instead.
+- A line in which mpirun says that it could not notify a rank, because this rank has just ended.
 - Reports of guardians (processes that supervise ranks) on other hosts, each in a line with a mark.
 
 The filter also detects two kinds of messages. One says that mpirun has lost a host, which its exit code does not show.
@@ -33,6 +34,9 @@ _BLAMES: Final = tuple(
         b"has exited due to process rank ",
     )
 )
+#: Message of Open MPI 5 about a rank that has ended before mpirun could notify it of an event.
+_UNNOTIFIED_WORDS: Final = b"PMIX ERROR: PMIX_ERR_UNREACH in file "
+_UNNOTIFIED: Final = re.compile(rb"\[[^\s\]]+:\d+\] " + _UNNOTIFIED_WORDS + rb"\S*pmix_server\.c at line \d+\n")
 #: Open MPI's message about a refused or unanswered connection, with a host or address and the reason.
 _UNREACHED: Final = (
     re.compile(rb"peer: (\S+) Unable to connect to the peer (\S+ on port \d+: [^\n]*)\n"),
@@ -141,6 +145,11 @@ class MpirunOutputFilter:
                 return b""
             if any(blame.startswith(self._rest) for blame in _BLAMES):  # also true if ``_rest`` is empty
                 return None
+            if (unnotified := _UNNOTIFIED.match(self._rest)) is not None:
+                self._rest = self._rest[unnotified.end() :]
+                return b""
+            if _may_become_unnotified(self._rest):
+                return None
         return self._next_line()
 
     def _next_line(self) -> bytes | None:
@@ -161,6 +170,16 @@ class MpirunOutputFilter:
             return line[:place]
         self._is_at_line_start = bool(newline)
         return line + newline if line or newline else None
+
+
+def _may_become_unnotified(data: bytes) -> bool:
+    """Return whether further bytes may complete the line of :data:`_UNNOTIFIED`, which ``data`` begins."""
+    if not data.startswith(b"[") or b"\n" in data or len(data) > _LONGEST:
+        return False
+    host, is_host_complete, words = data.partition(b"] ")
+    if not is_host_complete:
+        return not host[:-1].count(b"]") and not re.search(rb"\s", host)
+    return words.startswith(_UNNOTIFIED_WORDS) or _UNNOTIFIED_WORDS.startswith(words)
 
 
 def _groups_of(found: re.Match[bytes] | None) -> tuple[str, ...] | None:
