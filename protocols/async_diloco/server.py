@@ -260,7 +260,8 @@ class Server:
         if self.anchor is None:
             self._early.append((rank, sequence, report))
             return
-        self._arrivals.settling.discard(rank)  # the rank makes steps again
+        self._membership.note_resumed(rank)
+        self._arrivals.settling.discard(rank)
         worker = self._options.worker_of(rank)
         if self._serving.setdefault(worker, rank) != rank:
             logger.debug("rank %d no longer serves island %d: its contribution is not used", rank, worker)

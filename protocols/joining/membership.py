@@ -122,6 +122,7 @@ class Membership:
         self._settling = Settling(0)  # this member's last call of settle()
         self._settled = Settled(0)  # the leader's last Settled message
         self._settlings: dict[int, Settling] = {}  # on the leader: last call of settle() by rank
+        self._resumed: set[int] = set()  # on the leader: members that have made a step since this call
         self._is_closed = False
         self._early: list[Envelope[MembershipMessage]] | None = []  # messages received before open(); None afterwards
         self._channel: PolicyChannel[MembershipMessage]
@@ -237,7 +238,12 @@ class Membership:
     @property
     def settling(self) -> set[int]:
         """On the leader: members that wait in :meth:`settle` and therefore make no step."""
-        return {rank for rank in self.living if self._settle_count_of(rank) > self._settled.count}
+        waiting = {rank for rank in self.living if self._settle_count_of(rank) > self._settled.count}
+        return waiting - self._resumed
+
+    def note_resumed(self, rank: int) -> None:
+        """On the leader, record that a member makes steps again, even if not all members have called :meth:`settle`."""
+        self._resumed.add(rank)
 
     def _settle_count_of(self, rank: int) -> int:
         return self._settlings[rank].count if rank in self._settlings else 0
@@ -250,6 +256,7 @@ class Membership:
 
     def _note_settling(self, rank: int, message: Settling) -> None:
         self._settlings[rank] = message
+        self._resumed.discard(rank)
         self._answer_settled()
 
     def _answer_settled(self) -> None:

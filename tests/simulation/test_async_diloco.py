@@ -99,3 +99,24 @@ def test_a_model_may_have_only_empty_tensors() -> None:
         return policy.iteration
 
     assert ad.simulate(main, ranks=3, seed=1).results == (6, 6, 6)
+
+
+def test_a_rank_that_has_saved_alone_is_awaited_again() -> None:
+    """Regression: after lone calls of settle(), later calls of other ranks let the leader make versions below quorum."""
+
+    async def main(world: ad.World) -> list[tuple[int, ...]]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=5, late="wait", quorum=3) as policy:
+            for step in range(60):
+                await world.sleep((0.04, 0.02, 0.01)[world.rank])
+                info = await policy.step()
+                if info:
+                    found.append(info.donors)
+                if (world.rank, step) in ((0, 9), (0, 14), (1, 34)):
+                    await policy.settle()
+        return found
+
+    _, *others = ad.simulate(main, ranks=3, seed=1).results
+    assert all(donors in ((0, 1, 2), (1, 2)) for found in others for donors in found), others

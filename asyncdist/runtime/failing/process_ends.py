@@ -110,8 +110,11 @@ def _end_child(end: ProgramEnd) -> None:
 
 
 def _last_error() -> BaseException | None:
-    """Return the exception that ends the program and has been printed, or None."""
-    return getattr(sys, "last_value", None)
+    """Return the exception that ends the program and has been printed, or None.
+
+    A notebook or an interactive Python continues after an exception.
+    """
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
 _forks = _Forks()
