@@ -102,7 +102,7 @@ def test_a_model_may_have_only_empty_tensors() -> None:
 
 
 def test_a_rank_that_has_saved_alone_is_awaited_again() -> None:
-    """Regression: after lone calls of settle(), later calls of other ranks let the leader make versions below quorum."""
+    """Regression: after lone calls of settle(), the leader made versions with too few contributions."""
 
     async def main(world: ad.World) -> list[tuple[int, ...]]:
         torch.manual_seed(0)
