@@ -340,7 +340,7 @@ class AsyncMember:
         """Record the leader's answer to this rank's contribution ``number``."""
         own = self._store
         if own.outstanding is not None and own.outstanding.sequence == number:
-            own.take_answer(answer)
+            own.take_answer(answer, self._options.sender_of(self._services.rank))
             self._services.engine.recheck()
 
     def _offer_to_new_leader(self, leader: int, version: int, *, is_outer: bool) -> None:

@@ -5,6 +5,7 @@ A complete block is never changed, so it can be offered to other ranks without a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts, copy_all
 from asyncdist.protocols.async_diloco.messages import Applications, Applied, Arrived, MemberState
+
+logger = logging.getLogger("protocols.async_diloco.member_store")
 
 
 def renumbered(applied: Applications, sources: Mapping[int, int]) -> Applications:
@@ -215,9 +218,25 @@ class MemberStore:
         outer = -1 if self.outer is None else self.outer[0]
         return MemberState(newest.version, newest.applied, outer, sequence, outstanding)
 
-    def take_answer(self, answer: Answer) -> None:
-        """Record the leader's answer to the last contribution: an anchor that contains the contribution."""
+    def take_answer(self, answer: Answer, sender: int | None = None) -> None:
+        """Record the leader's answer to the last contribution: an anchor that contains the contribution.
+
+        The anchor contains later contributions if the ranks have saved separately, and this rank earlier than the
+        leader. The next contributions then get larger numbers.
+
+        Args:
+            sender: This rank, by which the leader counts its contributions; None if this is not known.
+        """
         self.answer, self.outstanding = answer, None
+        applied = 0 if sender is None else dict(answer.report.applied).get(sender, 0)
+        if applied > self.sequence:
+            logger.warning(
+                "rank %d has resumed asynchronous DiLoCo from an older checkpoint than other ranks, and its first "
+                "contribution was not applied, because the anchor has contributions of larger numbers; the next ones "
+                "are applied",
+                sender,
+            )
+            self.sequence = applied
         if self.inherited is not None and self.inherited.version <= answer.report.version:
             self.inherited = None
         self.on_answer()

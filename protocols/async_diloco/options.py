@@ -322,3 +322,7 @@ class ServerOptions:
     def worker_of(self, rank: int) -> int:
         """Return the number of the worker that ``rank`` represents: its island on the global server, else itself."""
         return rank if self.islands is None else self.islands[rank]
+
+    def sender_of(self, rank: int) -> int | None:
+        """Return ``rank``, or None on the global server, where contributions have the numbers of islands' versions."""
+        return rank if self.islands is None else None

@@ -408,7 +408,7 @@ class Server:
         )
         if rank == me:
             if self._store.outstanding is not None:
-                self._store.take_answer(Answer(report, block))
+                self._store.take_answer(Answer(report, block), self._options.sender_of(me))
                 self._services.engine.recheck()
             return
         if is_mirror:

@@ -7,6 +7,7 @@ exactly once.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import logging
 from collections import Counter
@@ -287,3 +288,32 @@ def test_a_leader_that_saves_before_others_keeps_its_momentum(seed: int, tmp_pat
     ad.simulate(main, 0, 10, ranks=3, seed=seed, network=network, strict=True)
     resumed = ad.simulate(main, 10, 20, ranks=3, seed=seed, network=network, strict=True).results
     assert [each.lost_outer_state_count for each in resumed] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("first", "late"), [(0, "skip"), (0, "wait"), (1, "wait")])
+def test_a_rank_with_an_older_checkpoint_contributes_again(first: int, late: str) -> None:
+    """Regression: its contributions were ignored until their numbers were larger than those in the leader's anchor."""
+    saved: dict[int, Any] = {}
+    saves_at = {first: 100, 1 - first: 20}
+
+    async def main(world: ad.World, is_resumed: bool) -> list[tuple[int, ...]]:
+        model, optimizer = made()
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=5, late=late, quorum=2)
+        if is_resumed:
+            model.load_state_dict(saved[world.rank][0])
+            policy.load_state_dict(saved[world.rank][1])
+        found = []
+        async with policy:
+            for step in range(40 if is_resumed else 101):
+                await asyncio.sleep(0.01)
+                info = await policy.step()
+                if info:
+                    found.append(info.donors)
+                if not is_resumed and step + 1 == saves_at[world.rank]:
+                    await policy.settle()
+                    saved[world.rank] = copy.deepcopy((model.state_dict(), policy.state_dict()))
+        return found
+
+    ad.simulate(main, False, ranks=2, seed=1)
+    results = ad.simulate(main, True, ranks=2, seed=1).results
+    assert sum(1 - first in donors for found in results for donors in found) >= 4, results

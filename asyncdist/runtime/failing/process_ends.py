@@ -61,14 +61,16 @@ class ProgramEnd:
             self._exit = SystemExit(code)
         exit_python(code)
 
-    def error(self, signalled: BaseException | None = None) -> BaseException | None:
+    def error(self, signalled: BaseException | None = None, *, is_forked: bool = False) -> BaseException | None:
         """Return the exception that ends the program, or None if the program has succeeded.
 
         Args:
             signalled: Exception that a signal handler has raised. It counts if :func:`sys.exit` was not called.
+            is_forked: Whether this process is a forked child. Otherwise, a notebook or an interactive Python continues
+                after an exception.
         """
         last = _last_error()
-        if last is not self._error_before:
+        if last is not self._error_before and (is_forked or not hasattr(sys, "ps1")):
             return last
         if self._outermost is None or _has_returned(self._outermost):
             return None
@@ -103,18 +105,15 @@ class _Forks:
 
 
 def _end_child(end: ProgramEnd) -> None:
-    error = end.error()
+    error = end.error(is_forked=True)
     if isinstance(error, SystemExit):
         exit_immediately(rank_program.exit_code(error.code))
     exit_immediately(0 if error is None else 1)
 
 
 def _last_error() -> BaseException | None:
-    """Return the exception that ends the program and has been printed, or None.
-
-    A notebook or an interactive Python continues after an exception.
-    """
-    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    """Return the last exception that Python has printed, or None."""
+    return getattr(sys, "last_value", None)
 
 
 _forks = _Forks()
