@@ -19,6 +19,7 @@ With another policy::
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Any, Generic, Self, Unpack
 
@@ -42,6 +43,8 @@ from asyncdist.protocols import SpawnPolicy, StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.tensors.optimizers.wrapped import unwrapped
 
+logger = logging.getLogger("asyncdist.integrations.pytorch")
+
 
 class Averaging(Generic[PolicyT]):
     """Runs a policy in a training loop without coroutines.
@@ -62,6 +65,13 @@ class Averaging(Generic[PolicyT]):
             validation.refuse("policy", policy, allowed, TypeError)
         policy.optimizer = unwrapped(policy.optimizer)
         self._begin(Training(lambda *_: policy), policy.model, policy.optimizer)
+        if self.policy is not None and self.policy.awaited is not policy:
+            logger.warning(
+                "Averaging continues the %s that is already open on this model, with its iteration: use "
+                "averaging.policy, because the policy passed to Averaging is not entered. To begin anew, call close() "
+                "of the first Averaging",
+                type(policy).__name__,
+            )
 
     def _begin(self, training: Training[PolicyT], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._loss = RunningLoss()

@@ -102,7 +102,7 @@ def test_a_training_of_unfrozen_parameters_starts_a_policy(second: Any) -> None:
     assert list(ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)) == [[4.0, 0.5]] * 2
 
 
-def test_a_training_that_continues_is_judged_by_its_metric() -> None:
+def test_a_training_that_continues_is_judged_by_its_metric(caplog: pytest.LogCaptureFixture) -> None:
     """Regression: a training that continued an open policy was judged by the metric of the earlier training."""
 
     def main(world: ad.blocking.World) -> list[bool]:
@@ -128,6 +128,8 @@ def test_a_training_that_continues_is_judged_by_its_metric() -> None:
         return [name in calls[-1:] for name in ("first", "second")]
 
     assert list(ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)) == [[False, True]] * 2
+    texts = [record.getMessage() for record in caplog.records if record.name == "asyncdist.integrations.pytorch"]
+    assert len(texts) == 2 and all("use averaging.policy" in text for text in texts), texts
 
 
 def test_policy_left_open_for_lack_of_memory_ends_with_its_rank() -> None:
