@@ -158,7 +158,7 @@ def test_a_rank_inherits_the_moments_inside_a_wrapper(name: str) -> None:
 
 def test_a_population_refuses_a_state_without_groups() -> None:
     model, optimizer = made(Two)
-    with pytest.raises(ValueError, match="must have 'state' and 'param_groups' in its"):
+    with pytest.raises(ValueError, match="must contain 'state' and 'param_groups', got Two"):
         PopulationTrainingPolicy(model, optimizer, average_every=20, hyperparameters={"lr": (1e-4, 1e-1)})
 
 
