@@ -83,10 +83,7 @@ class JointWork(Generic[T]):
         async def in_turn() -> Any:
             if arrive is not None:
                 await arrive()
-            earlier = self._previous
-            if earlier is not None:
-                what = WaitId(WaitKind.EARLIER_WORK, name=earlier._operation)
-                await self._engine.until(lambda: earlier._is_over, what)
+            await self._wait_for_earlier()
             return await prepare() if arrive is None else None
 
         async def prepare_after_all() -> Any:
@@ -111,17 +108,13 @@ class JointWork(Generic[T]):
             self._task = self._world.spawn(self._run(work, prepared), name=self._operation)
             return prepared
 
-        def on_exchanged() -> None:
-            if self._task is None:
-                self._end()
-
         try:
             prepared = await run_and_raise(
                 self._world.collectives,
                 group,
                 first,
                 begin_work,
-                on_end=on_exchanged,
+                on_end=self._end_unless_begun,
                 raises_at_once=arrive is not None,
             )
             assert self._task is not None, "all have come"
@@ -134,6 +127,16 @@ class JointWork(Generic[T]):
             if outcome.error is None:
                 raise
             raise outcome.error from None  # raised in `prepare` on this rank
+
+    async def _wait_for_earlier(self) -> None:
+        earlier = self._previous
+        if earlier is not None:
+            what = WaitId(WaitKind.EARLIER_WORK, name=earlier._operation)
+            await self._engine.until(lambda: earlier._is_over, what)
+
+    def _end_unless_begun(self) -> None:
+        if self._task is None:
+            self._end()
 
     async def result(self) -> T:
         """Return the result of the work. **Cancellation**: the work continues."""

@@ -216,7 +216,7 @@ def open_descendants(pid: int) -> list[ProcessHandle]:
 
 
 def kill_all(handles: list[ProcessHandle]) -> None:
-    """Kill these processes, except those of other users, wait until they have ended, and close the handles."""
+    """Kill this user's processes among these, wait until they have ended, and close the handles."""
     for handle in [handle for handle in handles if handle.send(signal.SIGKILL)]:
         handle.wait(_GONE_S)
     for handle in handles:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -498,7 +497,7 @@ class Supervised:
 
     def _start(self, rank: int, variables: Mapping[str, str]) -> Rank:
         if self.is_memory_short:
-            raise LaunchError(f"rank {rank} cannot be started: {os.strerror(errno.ENOMEM)}")
+            raise LaunchError(f"rank {rank} cannot be started: {'no memory'}")
         self.started.append((rank, variables[environment.INCARNATION_VARIABLE]))
         process = Rank(rank, self.events)
         process.ends(0)
@@ -559,7 +558,7 @@ def test_a_restart_that_fails_ends_no_healthy_job(capsys: pytest.CaptureFixture[
     assert job.run() == (137 if have_joined else 0) and not job.processes[2].signals
     assert job.keeper.said[:2] == ["exited/1.0 ", "place/1 free 1"]
     _, second = capsys.readouterr().err.splitlines()
-    assert names(second, "rank 1", os.strerror(errno.ENOMEM))
+    assert names(second, "rank 1", "no memory")
 
 
 def test_launcher_asked_for_a_report_forwards_it_to_its_ranks() -> None:

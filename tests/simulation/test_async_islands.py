@@ -7,8 +7,10 @@ most one killed rank, it also checks that no contribution is lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,22 @@ def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: P
         )
 
 
+@contextlib.asynccontextmanager
+async def trained(
+    rank: int, folder: Path, first: int, last: int, *, islands: int, global_every: int = 2
+) -> AsyncIterator[AsyncDiLoCoPolicy]:
+    """Train from step ``first``, and save at the end, or from the saved state. The policy is open in the block."""
+    model, optimizer = made()
+    policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=islands, global_every=global_every)
+    if first:
+        await ad.load_population(folder, model, optimizer, policy=policy)
+    async with policy:
+        await advance(policy, model, optimizer, range(first, last), rank)
+        if not first:
+            await ad.save_population(folder, model, optimizer, policy=policy)
+        yield policy
+
+
 @pytest.mark.parametrize(("ranks", "islands"), [(8, 4), (6, 2), (8, 1), (8, 2)])
 def test_a_job_resumes_with_other_islands(
     ranks: int, islands: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -176,14 +194,8 @@ def test_a_job_resumes_with_other_islands(
     """Regression: versions of the old islands were compared with those of the new ones, and wrong warnings logged."""
 
     async def main(world: ad.World, islands: int, first: int, last: int) -> tuple[int, int]:
-        model, optimizer = made()
-        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=islands, global_every=2)
-        if first:
-            await ad.load_population(tmp_path, model, optimizer, policy=policy)
-        async with policy:
-            await advance(policy, model, optimizer, range(first, last), world.rank)
-            if not first:
-                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        async with trained(world.rank, tmp_path, first, last, islands=islands) as policy:
+            pass
         statistics = policy.statistics()
         return statistics.lost_progress_count, statistics.merge_count
 
@@ -205,14 +217,8 @@ def test_ranks_of_another_island_do_not_contribute_its_progress(
     """Regression: after a loss, as many islands of as many ranks began, but with other ranks, and counted as equal."""
 
     async def main(world: ad.World, first: int, last: int) -> None:
-        model, optimizer = made()
-        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=2, global_every=2)
-        if first:
-            await ad.load_population(tmp_path, model, optimizer, policy=policy)
-        async with policy:
-            await advance(policy, model, optimizer, range(first, last), world.rank)
-            if not first:
-                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        async with trained(world.rank, tmp_path, first, last, islands=2):
+            pass
 
     ad.simulate(main, 0, 40, ranks=6, seed=1, network=SLOW, faults=[Kill(0, at_s=0.4)])
     caplog.clear()
@@ -225,19 +231,12 @@ def test_other_islands_before_a_global_version_begin_anew(tmp_path: Path) -> Non
     """Regression: each of them contributed the whole progress of its old island, so that some counted twice."""
 
     async def main(world: ad.World, islands: int, first: int, last: int) -> tuple[int, int]:
-        model, optimizer = made()
-        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=2, islands=islands, global_every=100)
-        if first:
-            await ad.load_population(tmp_path, model, optimizer, policy=policy)
-        async with policy:
-            await advance(policy, model, optimizer, range(first, last), world.rank)
-            if not first:
-                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        async with trained(world.rank, tmp_path, first, last, islands=islands, global_every=100) as policy:
             assert policy._federation is not None
-            regional, server = policy._federation._regional, policy._federation.member.server
-            return (
-                (0, 0) if server is None or server.anchor is None else (regional._measured_from, server.anchor.version)
-            )
+            server = policy._federation.member.server
+            if server is None or server.anchor is None:
+                return 0, 0
+            return policy._federation._regional._measured_from, server.anchor.version
 
     ad.simulate(main, 2, 0, 20, ranks=8, seed=1, network=SLOW)
     results = ad.simulate(main, 4, 20, 40, ranks=8, seed=2, network=SLOW).results

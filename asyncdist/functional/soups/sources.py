@@ -105,7 +105,7 @@ def _models_in(named: Sequence[tuple[str, ModelSource]], rank: int | None) -> li
 
 
 def _models_of(name: str, source: ModelSource, rank: int | None) -> list[Source]:
-    """Return the models of one source. If it is a folder, return those of ``rank``, or of all ranks if it is None."""
+    """Return the models of one source. For a folder, return the models of ``rank``, or of all ranks if it is None."""
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if path.is_dir():
