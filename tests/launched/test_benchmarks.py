@@ -80,6 +80,22 @@ def test_an_unwritable_file_is_reported_before_measurements(
     assert str(tmp_path / "none") in capsys.readouterr().err
 
 
+def test_the_others_are_written_if_one_fails(
+    runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the first failure ended an hour of measurements, and nothing was written."""
+
+    def measure(name: str, benchmark: Any, *, transport: str, quick: bool) -> dict[str, Any] | None:
+        return None if name == "idle" else {}
+
+    monkeypatch.setattr(runner, "NAMES", ("idle", "step"))
+    monkeypatch.setattr(runner, "_measure", measure)
+    monkeypatch.setattr(importlib.import_module("step"), "rows", lambda results: [])
+    assert runner.main(["all", "--json", str(tmp_path / "results.json")]) == 1
+    assert json.loads((tmp_path / "results.json").read_text())["results"] == {"step": {}}
+    assert "failed, and not in the report: idle" in capsys.readouterr().out
+
+
 def results_of(name: str, out: Path, output: str) -> dict[str, Any]:
     assert f"{name}: medians" in output
     written = json.loads(out.read_text())
