@@ -285,6 +285,12 @@ def test_straggler(bench: Bench) -> None:
     assert results["slow_reports"] >= 1
 
 
+def test_the_costs_of_a_coordinator(runner: ModuleType) -> None:
+    """Regression: the stand-in of the engine lacked an attribute that channels read. :func:`test_scale` is long."""
+    costs = importlib.import_module("coordinating").coordinator_costs(8, round_count=2)
+    assert 2.0 < costs["messages"] <= 3.1 and costs["nbytes"] < 500
+
+
 @pytest.mark.long
 def test_scale(bench: Bench, tmp_path: Path) -> None:
     chart = tmp_path / "scale.png"

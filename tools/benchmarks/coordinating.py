@@ -61,7 +61,7 @@ class _Engine:
     """Stands in for the engine and the transport of the coordinator's rank."""
 
     failure = None
-    tells_sends = False
+    notes_sends = False
     capabilities = SimpleNamespace(wakes=True)
 
     def __init__(self, size: int) -> None:
