@@ -4,6 +4,9 @@ In each step, each rank evaluates the common weights with a few random perturbat
 are sent in the reports of an exchange, whose data are only the model's buffers. Each rank then estimates the gradient
 (:mod:`protocols.evolution.perturbations`), and makes one step of the optimizer. All ranks add in the same order, so
 their weights stay equal. If a rank is lost, its pairs of the round do not count.
+
+After the scores, a report contains a checksum of the optimizer's settings, such as the learning rate. A rank whose
+settings differ from the first donor's logs a warning, because its weights will differ.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ class EvolutionStrategyPolicy(ExchangePolicy):
             )
         self._metric, self._metric_mode = own.metric, own.metric_mode
         self._evaluation: MetricSource = None  # metric of the current step
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_settings = False
+        self._settings: int | None = None  # checksum of the optimizer's settings when this rank reported last
 
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
@@ -167,7 +171,8 @@ class EvolutionStrategyPolicy(ExchangePolicy):
                     scores.append(sign * due_metric(self._evaluation, self.iteration))
         finite = [each for each in scores if math.isfinite(each)]
         self._journal.note_metric(self.iteration, sign * sum(finite) / len(finite) if finite else math.nan)
-        return tuple(scores)
+        self._settings = checksum_of_settings(self.optimizer)
+        return (*scores, float(self._settings))
 
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
         """Write the mean of the buffers, and make a step along the estimated gradient."""
@@ -175,7 +180,10 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         assert mean is not None, "there is no mean to apply"
         verdict, number = mean.verdict, own.version
         await super()._write(fragment, ready, is_late=is_late, is_left_out=is_left_out)
-        factors = coefficients(dict(zip(verdict.donors, verdict.scores, strict=False)), self._own_options)
+        if verdict.scores:
+            self._compare_settings(verdict.donors[0], int(verdict.scores[0][-1]))
+        scores = {rank: reported[:-1] for rank, reported in zip(verdict.donors, verdict.scores, strict=False)}
+        factors = coefficients(scores, self._own_options)
         if not any(map(any, factors.values())):  # no finite scores, or no differences between them
             return
         trained = self._trained()
@@ -191,6 +199,21 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         with _gradients(trained, gradients):
             self.optimizer.step()
 
+    def _compare_settings(self, donor: int, settings: int) -> None:
+        """Log a warning, once, if the optimizer's settings differ from those of a donor."""
+        if self._settings in (None, settings) or self._has_warned_of_settings:
+            return
+        self._has_warned_of_settings = True
+        rates = ", ".join(f"{float(group['lr']):g}" for group in self.optimizer.param_groups if "lr" in group)
+        logger.warning(
+            "at iteration %d the settings of this rank's optimizer%s differ from those of rank %d, so that the weights "
+            "of the two ranks differ from now on. Does a learning-rate scheduler begin again on a restarted rank? "
+            "docs/evolution_strategy.md has the lines that it needs",
+            self.iteration,
+            rates and f" (learning rate {rates})",
+            donor,
+        )
+
     def _describe_nonfinite(self) -> str:
         """Log a warning if this rank's state is not finite, because scores cannot restore it."""
         nonfinite = super()._describe_nonfinite()
@@ -201,6 +224,17 @@ class EvolutionStrategyPolicy(ExchangePolicy):
                 nonfinite,
             )
         return ""
+
+
+def checksum_of_settings(optimizer: torch.optim.Optimizer) -> int:
+    """Return a checksum of the numbers in the optimizer's parameter groups, for example of the learning rate."""
+    found = []
+    for group in optimizer.param_groups:
+        for name in sorted(group.keys() - {"params", "initial_lr"}):
+            value = group[name].tolist() if isinstance(group[name], Tensor) else group[name]
+            if isinstance(value, bool | int | float | tuple | list):
+                found.append((name, value))
+    return zlib.crc32(repr(found).encode())
 
 
 @torch.no_grad()

@@ -159,6 +159,38 @@ def test_a_restarted_rank_counts_again() -> None:
     check(seen, options)
 
 
+@pytest.mark.parametrize("kind", ["none", "chained", "closed"])
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
+def test_a_scheduler_that_begins_again_is_reported(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a scheduler that began again on a restarted rank let its weights differ without a word.
+
+    With the page's lines, the weights stay equal.
+    """
+
+    async def main(world: ad.World) -> list[float]:
+        model, optimizer = made()
+        scheduler: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        if kind == "closed":
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        async with EvolutionStrategyPolicy(model, optimizer, sigma=0.25, pairs=1) as policy:
+            if kind != "none" and world.incarnation:
+                for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                    group["lr"] = rate
+                for _ in range(policy.iteration):
+                    scheduler.step()
+            while policy.iteration < 200:
+                await policy.step(loss=lambda: loss_of(flat_of(model), world.rank))
+                scheduler.step()
+        return torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
+
+    faults = [Kill(1, at_s=0.01), Restart(1, at_s=0.015), SlowRank(0, at_s=0.0, factor=3.0)]
+    report = simulate(main, ranks=3, faults=faults, until_s=1e4)
+    assert (report.results[1] == report.results[0]) == (kind != "none")
+    told = [each.getMessage() for each in caplog.records if "settings of this rank's optimizer" in each.getMessage()]
+    assert len(told) == (kind == "none")
+    assert kind != "none" or ("(learning rate 0.1" in told[0] and "of rank 0" in told[0])
+
+
 def test_a_saved_run_continues_to_the_bit(tmp_path: Path) -> None:
     async def main(world: ad.World, first: int, last: int) -> list[list[float]]:
         torch.manual_seed(0)
