@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import numpy
@@ -111,6 +112,8 @@ class TagDemultiplexer:
             makes the senders wait.
         sent_to: Set to which the receivers of messages are added.
         received_from: Set to which the senders of received messages are added.
+        openers: For each scope whose channel opens at its first use, the function that opens it. It is called if too
+            many frames for unopened channels arrive.
 
     Attributes:
         is_users: Whether the channels belong to the user's program.
@@ -129,6 +132,7 @@ class TagDemultiplexer:
         flow: TagFlow | None,
         sent_to: set[int],
         received_from: set[int],
+        openers: Mapping[int, Callable[[], object]] = MappingProxyType({}),
     ) -> None:
         self.engine = engine
         self.tag = tag
@@ -147,6 +151,7 @@ class TagDemultiplexer:
         self._answering: dict[tuple[int, int], ReceivingChannel] = {}
         self._closed_scopes: dict[int, None] = {}
         self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
+        self._openers = openers
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
         frame = engine.transport.shared(_new_frame)
@@ -190,6 +195,9 @@ class TagDemultiplexer:
         elif not self.early.is_full or self.is_users:
             self.early.keep(source, frame)
             return self.is_users and self.early.is_full
+        elif route.scope in self._openers:
+            self.early.keep(source, frame)
+            self._openers[route.scope]()  # takes the kept frames of the scope
         else:
             self.drop(source, "too many frames for unopened scopes")
         return False

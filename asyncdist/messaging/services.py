@@ -91,6 +91,7 @@ class Services:
         reports_in_turn: Whether this rank replays a rank that had its own process. Such a rank delays its failure
             report, because a lower rank may report the same failure.
         leftover_probes: Functions that describe a protocol's unreleased resources, called at the end of the rank.
+        openers: For each scope whose channel opens at its first use, the function that opens it.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
@@ -114,6 +115,7 @@ class Services:
         self.progress_probes: list[Callable[[], Any]] = []
         self.last_progress: Any = None
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
+        self.openers: dict[int, Callable[[], object]] = {}
         self.events = EventLog(clock_of(loop))
         self.end_recording: Callable[[WaitId | None, float], None] | None = None
         self.reports_in_turn = False
@@ -249,6 +251,7 @@ class Services:
                 flow=flow,
                 sent_to=self.sent_to,
                 received_from=self.received_from,
+                openers=self.openers,
             )
         return found
 

@@ -137,9 +137,9 @@ class UserStreams:
                 self._early_offers[source] = message
         elif isinstance(message, AttachAccept):
             self._finders |= self._tokens.keys() & {source}
-        elif pending := [grant for grant in grants if grant.slot == message.slot]:
+        elif pending := [grant for grant in grants if grant.nbytes and grant.slot == message.slot]:
             # The receive was cancelled or refused before this rank sent anything. Earlier streams on this slot have
-            # arrived completely.
+            # arrived completely. Receives of empty tensors return immediately, and cannot be cancelled.
             grants.remove(pending[0])
             self._abort(source, message.slot)
         elif (source, message.slot) in self._under_way:

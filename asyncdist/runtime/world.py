@@ -164,6 +164,8 @@ class World:
         self._computing = Computing(self.rank, loop, functools.partial(wake_by, WaitId(WaitKind.COMPUTE)))
         self._file_work = Computing(self.rank, loop, functools.partial(wake_by, WaitId(WaitKind.FILE_WORK)))
         self._models_in_use: list[object] = []
+        self._streams_scope = wire.scope_of(group.ranks, "streams", 0)
+        services.openers[self._streams_scope] = lambda: self._streams
 
     def __repr__(self) -> str:
         return f"<World rank {self.rank} of {self.size}, {self._transport.name}>"
@@ -406,7 +408,7 @@ class World:
 
     @functools.cached_property
     def _streams(self) -> UserStreams:
-        return UserStreams(self.services, wire.scope_of(self.group.ranks, "streams", 0))
+        return UserStreams(self.services, self._streams_scope)
 
     # -- requests of mpi4py and torch --------------------------------------------------------------------------------
 

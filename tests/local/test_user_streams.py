@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 import torch
 from support.local import eventually, worlds, yields
 
-from asyncdist.messaging import streams
+from asyncdist import tags
+from asyncdist.messaging import early_frames, streams
 from asyncdist.runtime.world import World
 from asyncdist.transports.matching import EAGER_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    number: int
+
 
 COUNT = 40 * EAGER_NBYTES
 VALUES = (torch.arange(COUNT) % 251).to(torch.uint8)
@@ -55,6 +63,37 @@ async def test_send_cancelled_before_its_grant_arrived_answers_it() -> None:
                 await receiving
         await eventually(lambda: receiver.services.slots.taken_count == 0 and sender.services.engine.is_idle)
         assert not sender._streams._under_way
+
+
+async def test_many_grants_may_come_before_the_first_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: grants beyond the limit of early messages were dropped if a protocol used the tag, and all waited."""
+    monkeypatch.setattr(early_frames, "EARLY_FRAME_COUNT_MAX", 8)
+    async with worlds(2) as (sender, receiver), asyncio.timeout(60):
+        sender.services.open_channel(Greeting, tag=tags.PARAM, scope=1, name="other")
+        tensors = [torch.zeros(1) for _ in range(20)]
+        receiving = asyncio.gather(*(receiver.receive_stream(tensor, 0) for tensor in tensors))
+        await yields(50)
+        await asyncio.gather(*(sender.send_stream(torch.full((1,), float(number)), 1) for number in range(20)))
+        await receiving
+    assert [tensor.item() for tensor in tensors] == list(range(20))
+
+
+async def test_a_cancelled_receive_after_an_empty_tensor() -> None:
+    """Regression: the cancellation removed the empty tensor's grant, and later receives were one tensor late."""
+    async with worlds(2) as (sender, receiver), asyncio.timeout(60):
+        await receiver.receive_stream(torch.empty(0), 0)
+        cancelled = asyncio.ensure_future(receiver.receive_stream(torch.zeros(1), 0))
+        await yields(3)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await yields(50)
+        await sender.send_stream(torch.empty(0), 1)
+        for number in range(3):
+            tensor, _ = await asyncio.gather(
+                receiver.receive_stream(torch.zeros(1), 0), sender.send_stream(torch.full((1,), float(number)), 1)
+            )
+            assert tensor.item() == number
 
 
 @pytest.mark.slow
