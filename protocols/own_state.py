@@ -93,9 +93,12 @@ class OwnState:
             reset_optimizer_state(self._weights.optimizer)
         return nonfinite
 
-    def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
-        """Write weights into the model, and update the copies of weights in the optimizer's state."""
-        with self._weights.following():
+    def load(self, buffers: FlatBuffers, *, momentum: float = 0.0, has_new_state: bool = False) -> None:
+        """Write weights into the model, and update the copies of weights in the optimizer's state.
+
+        If ``has_new_state``, the optimizer's state was already replaced, and belongs to the weights.
+        """
+        with self._weights.following(has_new_state=has_new_state):
             self._flat.load(buffers, momentum=momentum)
 
     def take_fresh(self) -> None:

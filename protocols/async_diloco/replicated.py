@@ -178,7 +178,7 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         load_named(self.model, self.optimizer, cloned(state["optimizer"]))
         self._restore(state["policy"])
         self._progress = Progress(self.average_every)
-        with self._weights.following():
+        with self._weights.following(has_new_state=True):
             await links.deliver(self._own_tensors())
 
     async def _collect_states(self, links: FollowerLinks) -> Sequence[Tensor]:

@@ -205,7 +205,7 @@ class JoinablePolicy(SpawnPolicy):
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])
         load_named(self.model, self.optimizer, cloned(state["optimizer"]))  # torch keeps the given tensors
-        with self._weights.following():
+        with self._weights.following(has_new_state=True):
             self._flat.load(weights)
         self._restore(state["policy"])
         self._finish_loading()

@@ -265,7 +265,7 @@ class ReplicaAveragingPolicy(Ported):
             if own != first:
                 self._restore(state)
             await self._copy_optimizer_from_leader()
-            await self._copy_from_leader()
+            await self._copy_from_leader(has_new_state=True)
         except BaseException as error:
             self._stage = "closed"
             try:
@@ -370,15 +370,18 @@ class ReplicaAveragingPolicy(Ported):
             return None
         return mean_of([float(each) for each in metrics]) if value is not None else lambda: NOT_MEASURED
 
-    async def _copy_from_leader(self) -> None:
-        """Copy the weights of the replica's first rank to its other ranks. All ranks of the replica must call this."""
+    async def _copy_from_leader(self, *, has_new_state: bool = False) -> None:
+        """Copy the weights of the replica's first rank to its other ranks. All ranks of the replica must call this.
+
+        If ``has_new_state``, the other ranks already have the optimizer's state of the first rank.
+        """
         is_leader = self._world.rank == self._replica.ranks[0]
         if is_leader:
             self._flat.snapshot(self._buffers)
         for tensor in self._buffers.tensors.values():
             await self._world.collectives.broadcast(tensor, self._replica, self._replica.ranks[0])
         if not is_leader:
-            with self._weights.following():
+            with self._weights.following(has_new_state=has_new_state):
                 self._flat.load(self._buffers)
 
 

@@ -17,6 +17,7 @@ from support.weight_keepers import FlatMaster, Hidden, Lookahead, MasterList, Ma
 from torch import Tensor, nn
 
 import asyncdist as ad
+from asyncdist.simulation import Kill, Network, Restart
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -336,3 +337,39 @@ def test_a_schedule_free_optimizer_cannot_replace_a_plain_one() -> None:
     policy = selective(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="schedule-free"):
         policy.optimizer = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [local_sgd, selective])
+def test_a_restarted_rank_gets_the_weights_and_their_copy(make: Callable[..., Any]) -> None:
+    """Regression: MADGRAD's x0, which had come with the weights, was shifted by the change of the weights once more."""
+    seen: dict[int, list[tuple[list[float], list[float]]]] = {}
+    joined: list[tuple[int, tuple[list[float], list[float]]]] = []
+
+    async def main(world: ad.World) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = pytorch_optimizer.MADGRAD(model.parameters(), lr=0.05)
+        draw = torch.Generator().manual_seed(world.rank)
+
+        def state() -> tuple[list[float], list[float]]:
+            origin = optimizer.state[model.weight].get("x0", model.weight)
+            return model.weight.flatten().tolist(), origin.flatten().tolist()
+
+        async with make(model, optimizer) as policy:
+            if world.incarnation:
+                joined.append((policy.iteration, state()))
+            while policy.iteration < 150:
+                inputs = torch.randn(8, 4, generator=draw)
+                loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                await policy.step(-loss)
+                seen.setdefault(policy.iteration, []).append(state())
+                await world.sleep(0.001)
+
+    faults = [Kill(2, at_s=0.05), Restart(2, at_s=0.051)]
+    ad.simulate(main, ranks=3, seed=0, faults=faults, network=Network(loss_detection_s=1e-4), until_s=1e4)
+    ((iteration, own),) = joined
+    assert iteration > 0 and own[0] != own[1]
+    assert own in [*seen[iteration], *seen[iteration + 1]]

@@ -140,11 +140,16 @@ class OptimizerWeights:
             self.begin()
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Update the weights inside the optimizer after the ``with`` block has replaced the model's weights."""
+    def following(self, *, has_new_state: bool = False) -> Iterator[None]:
+        """Update the weights inside the optimizer after the ``with`` block has replaced the model's weights.
+
+        Args:
+            has_new_state: Whether the optimizer's state was already replaced, and belongs to the new weights. Only the
+                weights are then replaced.
+        """
         self._warn_of_evaluation()
         self._warn_of_another()
-        copies = self._copies()
+        copies = [] if has_new_state else self._copies()
         before = {
             id(copy.parameter): local_part(copy.parameter).detach().clone() for copy in copies if copy.kind == "origin"
         }
@@ -153,7 +158,8 @@ class OptimizerWeights:
         with torch.no_grad():
             for copy in copies:
                 _follow(copy, before.get(id(copy.parameter)))
-            _follow_leader(self.optimizer)
+            if not has_new_state:
+                _follow_leader(self.optimizer)
         replaced.note_new()
         self._replaced = replaced
         self.is_watching = "undone" not in self._reported and not _is_of_torch(self.optimizer)

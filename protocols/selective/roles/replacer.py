@@ -149,8 +149,8 @@ class Replacer:
             self._resources.applier.announce(*applied)
 
     def load(self, exchange: Exchange) -> None:
-        """Replace all of this rank's weights by the received weights of a single rank."""
+        """Replace all of this rank's weights by a single rank's weights, whose optimizer's state was already loaded."""
         assert exchange.average is not None, f"round {exchange.round} has no weights"
-        self._resources.own.load(exchange.average.buffers)
+        self._resources.own.load(exchange.average.buffers, has_new_state=True)
         exchange.average.release()
         self.exchange = None
