@@ -222,6 +222,9 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self._abandon_with(followers)
         roles, tracker = self._opened.roles, self._opened.tracker
         action, nonfinite, info = NOTHING_MORE, "", roles.replacer.take_abandoned()
+        # The followers repeat these events before the action. Later events belong to the next swap point: the report
+        # below may make this rank the coordinator, which ends the member's round.
+        events, coordinator, epoch = member.take_events(), tracker.coordinator, tracker.epoch
         if member.state is State.CHOSEN:
             action, snapshot = SNAPSHOT, member.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} of a chosen member"
@@ -237,8 +240,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             metrics = [math.nan if each.metric is None else each.metric for each in statuses]
             mean = self._read_metric(mean_of(metrics))
             self._opened.reporter.report(self.iteration, self._call_count, mean)
-        now = tracker.coordinator, tracker.epoch
-        return tuple(Decision(member.take_events(), action, self.iteration, nonfinite, asdict(info), *now))
+        return tuple(Decision(events, action, self.iteration, nonfinite, asdict(info), coordinator, epoch))
 
     def _are_complete(self, followers: Sequence[Status]) -> bool:
         return len(followers) == self._replica.size - 1 and all(each.is_complete for each in followers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, Kill, Restart, simulate
+from asyncdist.simulation import Compute, Fault, Kill, Restart, simulate
 from protocols import ReplicaAveragingPolicy, StepInfo
 from protocols.metrics import NOT_MEASURED
 from simulation import sharded_replica_scenarios as scenarios
@@ -171,3 +172,24 @@ def test_a_due_step_without_a_measurement_reports_nothing(kind: type[ReplicaAver
     results = simulate(main, ranks=6, seed=3, strict=True).results
     assert {count for count, _ in results[::2]} == {5}
     assert all((0,) not in donors for _, donors in results), "the best replica replaced its weights by the worst one's"
+
+
+@pytest.mark.parametrize(("seed", "every", "ratio"), [(13, 4, 0.3), (25, 2, 0.6)])
+def test_a_leader_takes_over_while_it_acts(seed: int, every: int, ratio: float) -> None:
+    """Regression: followers repeated the round's end, which the takeover caused, before the leader's action."""
+
+    async def main(world: ad.World) -> int:
+        torch.manual_seed(world.rank)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draw = random.Random(f"{seed} {world.rank // 2}")
+        options: dict[str, Any] = {"average_every": every, "replacement_ratio": ratio, "quorum": 0.5}
+        policy = OfPlainShards(model, optimizer, replica_size=2, swap_every=2, start_timeout_s=1e3, **options)
+        async with policy:
+            for _ in range(150 if world.rank > 1 else 20):
+                await policy.step(draw.random())
+        return policy.statistics().epoch
+
+    slow = Compute(step_s=0.1, factors={0: 10.0})
+    report = simulate(main, ranks=6, seed=seed, until_s=1e4, compute=slow)
+    assert max(report.results[2:]) > 0, "no leader took over"
