@@ -14,6 +14,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncdist import LateError
@@ -165,7 +166,8 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
     async def _pass_on(self, state: Mapping[str, Any]) -> None:
         if self._links is None:
             return
-        given = state["policy"]["followers"] or [packed({"optimizer": state["optimizer"]})]
+        # Without shards, the followers get this rank's state, which already belongs to the common weights.
+        given = state["policy"]["followers"] or [packed({"optimizer": named_state(self.model, self.optimizer)})]
         policy = {"iteration": self.iteration, "metric": state["policy"]["metric"], "counts": None}
         await self._links.deliver_bytes([packed({**unpacked(each), "policy": policy}) for each in given])
         await self._links.deliver(self._own_tensors())
@@ -178,14 +180,24 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         load_named(self.model, self.optimizer, cloned(state["optimizer"]))
         self._restore(state["policy"])
         self._progress = Progress(self.average_every)
-        with self._weights.following(has_new_state=True):
+        counterparts = state.get("weights")  # weights to which the state of a sharded model belongs
+        if counterparts is not None:
+            with self._weights.following(has_new_state=True), torch.no_grad():
+                for own, new in zip(self._own_tensors(), counterparts, strict=True):
+                    own.copy_(new)
+        with self._weights.following(has_new_state=counterparts is None):
             await links.deliver(self._own_tensors())
 
     async def _collect_states(self, links: FollowerLinks) -> Sequence[Tensor]:
         """Collect the states of a sharded replica's followers on the leader, which admits a restarted replica."""
         if not self._holds_shards():
             return ()
-        own = copied(lambda: {"optimizer": named_state(self.model, self.optimizer)})
+        own = copied(
+            lambda: {
+                "optimizer": named_state(self.model, self.optimizer),
+                "weights": tuple(each.detach() for each in self._own_tensors()),
+            }
+        )
         return await links.collect_bytes(new_memory(0) if own is None else own)
 
     def _is_asked(self) -> bool:

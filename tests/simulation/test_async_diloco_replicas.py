@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncdist as ad
-from asyncdist.simulation import Kill, Restart, simulate
+from asyncdist.simulation import Kill, Network, Restart, simulate
 from protocols import AsyncDiLoCoPolicy, StepInfo
 from simulation import async_diloco_replica_scenarios as scenarios
 from simulation.async_diloco_replica_scenarios import ReplicaPlan, check_replicas, run
@@ -162,6 +162,32 @@ def test_restarted_shards_get_the_state_of_their_counterparts(lost: int) -> None
         assert iteration < 40 and torch.equal(weight, expected[0]) and torch.equal(momentum, expected[1]), rank
     for rank in range(4):
         assert torch.equal(made[rank, 60][0], made[(rank + 2) % 4, 60][0])
+
+
+def test_both_ranks_of_a_restarted_replica_have_one_state() -> None:
+    """Regression: the second rank got the state of the leader's weights with the common weights."""
+    pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="the test extra brings pytorch-optimizer")
+    joined: dict[int, list[float]] = {}
+
+    async def main(world: ad.World) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False)
+        optimizer: Any = pytorch_optimizer.Lookahead(torch.optim.SGD(model.parameters(), lr=0.05))
+        draw = torch.Generator().manual_seed(world.rank // 2)
+        async with AsyncDiLoCoPolicy(model, optimizer, average_every=8, replica_size=2, start_timeout_s=5.0) as policy:
+            if world.incarnation:
+                joined[world.rank] = optimizer.state[model.weight]["slow_params"].flatten().tolist()
+            while policy.iteration < 60:
+                inputs = torch.randn(8, 4, generator=draw)
+                optimizer.zero_grad()
+                (model(inputs) - inputs.sum(1, keepdim=True) * 3).square().mean().backward()
+                optimizer.step()
+                await policy.step()
+                await world.sleep(0.001)
+
+    faults = [Kill(2, at_s=0.04), Kill(3, at_s=0.0401), Restart(2, at_s=0.042), Restart(3, at_s=0.043)]
+    simulate(main, ranks=4, seed=0, faults=faults, network=Network(loss_detection_s=1e-4), until_s=1e3)
+    assert joined.keys() == {2, 3} and joined[2] == joined[3]
 
 
 async def continued(world: ad.World, folder: Path, end: int) -> list[list[float]]:
