@@ -35,7 +35,7 @@ def perturbation(
     For a complex tensor, the real and the imaginary parts are standard normal.
     """
     number = rank * options.pairs + pair
-    generator = torch.Generator().manual_seed(int(drawn(options.seed, round, number + 1)[number]))
+    generator = torch.Generator().manual_seed(int(drawn(options.seed, round, 1, first=number)))
     found = []
     for each in tensors:
         shape = (*each.shape, 2) if each.is_complex() else each.shape

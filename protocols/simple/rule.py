@@ -112,14 +112,16 @@ class Rule(ExchangeOptions):
         return mean
 
 
-def drawn(seed: int, round: int, count: int) -> Tensor:
+def drawn(seed: int, round: int, count: int, *, first: int = 0) -> Tensor:
     """Return ``count`` random integers from 0 to 2 ** 63 - 1, which depend only on the arguments.
+
+    They are the numbers of a sequence from index ``first`` on.
 
     The generator is SplitMix64 (Steele, Lea and Flood, 2014). Unlike torch's generators, it gives equal numbers on all
     machines and in all versions of torch.
     """
     (state,) = _mixed(torch.tensor([seed % (1 << 63)], device="cpu") * _GOLDEN + round).tolist()
-    return _mixed(state + _GOLDEN * torch.arange(1, count + 1, device="cpu")) & _INT64_MAX
+    return _mixed(state + _GOLDEN * torch.arange(first + 1, first + count + 1, device="cpu")) & _INT64_MAX
 
 
 def random_pair(seed: int, round: int, rank: int, members: Sequence[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import MagicMock
 
 from asyncdist.tensors import serialization
 from protocols.replica_averaging.members import FollowingMember, LeadingMember
@@ -16,6 +17,8 @@ from protocols.selective.member import (
     TakeSnapshot,
 )
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen
+from protocols.selective.roles.coordinator_tracking import ReportedCoordinator
+from protocols.selective.roles.member_roles import MemberRoles
 
 #: Ranks of three replicas of two ranks: each leader, and the other rank of its replica.
 COUNTERPARTS = {0: 1, 2: 3, 4: 5}
@@ -47,6 +50,20 @@ def test_ranks_are_those_of_the_counterparts() -> None:
     assert ask == RequestSnapshots(1, Assign(REPLACER, (1, 3), (5,), 7, 3, reducers=(1, 3), part=-1, sources=(1, 3)))
     assert read == ReceiveAverage(1, Frozen((1, 3), (1.0, 3.0), (5, 6), 3, 30.0, (1, 3)))
     assert replica.follower.state is State.RECEIVING and replica.follower.assignment_count == 1
+
+
+def test_a_round_begins_after_its_coordinator_was_lost() -> None:
+    """Regression: the follower failed, because no coordinator was known when it repeated its leader's assignment."""
+    replica, reported, roles = Replica(), ReportedCoordinator(), MagicMock()
+    replica.leader.on_assign(ASSIGN, 1)
+    replica.leader.on_coordinator_gone("is gone")
+    reported.follow(0, None)
+    members = MemberRoles(MagicMock(), replica.follower, MagicMock(), reported, MagicMock(), None, MagicMock())
+    members.replacer = roles
+    for instructions in replica.follower.repeat(replica.leader.take_events(), COUNTERPARTS):
+        members.carry_out(instructions)
+    (asked,) = roles.ask.call_args_list
+    assert asked.args[:2] == (1, -1)
 
 
 def test_round_given_up_by_the_leader_ends_for_all_with_a_reason() -> None:

@@ -254,17 +254,19 @@ class _Save:
             return self._role
         self._moment = restarted_ranks.moment_of(self._world, self._policy, Path(self._path))
         if self._world.incarnation:
-            self._role, reason = await self._world.do_file_work(self._role_of_restarted)
+            replica_size = checkpoint_state.replica_size_of(self._policy)
+            role_of = functools.partial(self._role_of_restarted, replica_size)
+            self._role, reason = await self._world.do_file_work(role_of)
             text = "rank %d was restarted, and its state is not saved to %s, because %s; pass group= to save it"
             if reason:
                 logger.warning(text, self._world.rank, os.fspath(self._path), reason)
         return self._role
 
-    def _role_of_restarted(self) -> tuple[_Role, str]:
+    def _role_of_restarted(self, replica_size: int) -> tuple[_Role, str]:
         """Return the role of this restarted rank, and the reason if it saves nothing. May block on disk I/O."""
         place, moment = Path(self._path), self._moment
         position = "ahead" if moment is None else restarted_ranks.position(place, moment)
-        if checkpoint_state.replica_size_of(self._policy) != 1:
+        if replica_size != 1:
             return "nothing", "its replica has several ranks"
         if position == "ahead" and self._is_first_and_all_were_restarted():
             return "alone", ""

@@ -293,9 +293,8 @@ class MemberRoles:
             case Withdraw():
                 self.donor.withdraw()
             case RequestSnapshots(round, assign):
-                coordinator = self._coordinator_view.coordinator
-                assert coordinator is not None, f"round {round} has no coordinator"
-                self.replacer.ask(round, coordinator, assign)
+                coordinator = self._coordinator_view.coordinator  # None on a follower if the coordinator was lost
+                self.replacer.ask(round, -1 if coordinator is None else coordinator, assign)
             case ReceiveAverage(round, frozen):
                 exchange = self.replacer.exchange
                 assert exchange is not None, f"round {round} is frozen without an exchange"
