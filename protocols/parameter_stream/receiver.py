@@ -30,7 +30,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 
 #: Number of bytes per read, small enough that they are still in the CPU cache when they are added.
-_READ_NBYTES: Final = 1 << 18
+READ_NBYTES: Final = 1 << 18
 
 
 def ask_for_part(
@@ -273,7 +273,7 @@ class SnapshotReceiver:
             if not (chunk.averaged or reading.donor == self.best):
                 continue
             is_in_place = chunk.view is not None and (is_first or not chunk.averaged)
-            count = min(_READ_NBYTES, messages.CHUNK_NBYTES) // chunk.dtype.itemsize
+            count = min(READ_NBYTES, messages.CHUNK_NBYTES) // chunk.dtype.itemsize
             for start in range(0, chunk.into.numel(), count):
                 into = chunk.into[start : start + count]
                 scratch = None if is_in_place else self._ring.scratch(chunk.dtype, into.numel())

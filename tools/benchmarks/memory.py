@@ -6,8 +6,8 @@ includes temporaries, and ``held_nbytes`` is the memory in the pools after the l
 roles: with p peers, one donor serves p replacers, and then p donors serve one replacer. (A rank that is a donor in one
 round and a replacer in another keeps both pools.)
 
-The promise is that a donor needs one flat state, and a replacer one accumulator and a window of chunks, for any number
-of peers. There is nothing to compare with: the promise is the minimum for this protocol.
+The promise is that a donor needs one flat state, for any number of peers. A replacer needs one accumulator, a window of
+chunks, and a small buffer into which it reads the memory of donors on its host. There is nothing to compare with: the promise is the minimum for this protocol.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 import asyncdist as ad
 from asyncdist.messaging.streams import CHUNK_NBYTES, WINDOW_COUNT
 from protocols import AsyncSelectiveAveragingPolicy
+from protocols.parameter_stream.receiver import READ_NBYTES
 
 RANKS: Final = (3, 7)
 _AVERAGE_EVERY: Final = 20
@@ -99,7 +100,8 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
             results[role] = found[-1 if role == "donor" else 0]
     if world.rank != 0:
         return None
-    promised = {"donor": state_nbytes(model), "replacer": state_nbytes(model) + WINDOW_COUNT * CHUNK_NBYTES}
+    buffers_nbytes = WINDOW_COUNT * CHUNK_NBYTES + READ_NBYTES
+    promised = {"donor": state_nbytes(model), "replacer": state_nbytes(model) + buffers_nbytes}
     return {
         f"{peer_count} peers": {
             role: {**figures, "promised_nbytes": promised[role]} for role, figures in results.items()
