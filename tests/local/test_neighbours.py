@@ -30,7 +30,7 @@ from protocols.parameter_stream.parts import Part
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pieces, in several windows."""
     monkeypatch.setattr(neighbours, "READ_NBYTES_MIN", 1)
-    monkeypatch.setattr(receiver, "_READ_NBYTES", 48)
+    monkeypatch.setattr(receiver, "READ_NBYTES", 48)
     monkeypatch.setattr(messages, "CHUNK_NBYTES", 64)
 
 
