@@ -7,7 +7,8 @@ roles: with p peers, one donor serves p replacers, and then p donors serve one r
 round and a replacer in another keeps both pools.)
 
 The promise is that a donor needs one flat state, for any number of peers. A replacer needs one accumulator, a window of
-chunks, and a small buffer into which it reads the memory of donors on its host. There is nothing to compare with: the promise is the minimum for this protocol.
+chunks, and a small buffer into which it reads the memory of donors on its host. There is nothing to compare with: the
+promise is the minimum for this protocol.
 """
 
 from __future__ import annotations
