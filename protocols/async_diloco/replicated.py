@@ -47,6 +47,7 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
     _links: FollowerLinks | None = None  # None unless replicas have several ranks
     _is_first = True  # whether this rank is the first, or the only, rank of its replica, and contributes for it
     _is_compared = False  # whether the replica's ranks are known to have equal weights
+    _saved: Mapping[str, Any] | None = None  # kept until a start succeeds: one that fails may be repeated
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
@@ -100,6 +101,7 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
             await super()._start()
         else:
             await self._agree()
+        self._saved = None
 
     async def _agree(self) -> Agreed:
         if self._replicas.size == 1:
@@ -177,6 +179,7 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         state = unpacked(await links.deliver_bytes([]))
         load_named(self.model, self.optimizer, cloned(state["optimizer"]))
         self._restore(state["policy"])
+        self._saved = None
         self._progress = Progress(self.average_every)
         with self._weights.following(has_new_state=True):
             await links.deliver(self._own_tensors())

@@ -105,14 +105,13 @@ class ExchangePolicy(ReplicatedPolicy):
         self._is_compared = False  # whether the replica's ranks were found to have equal weights
         self._parts: ReplicaParts | None = None  # parts of the replica's ranks, under DDP
         self._known_infinities: KnownInfinities
-        self._saved: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None  # kept until a start succeeds: one that fails may be repeated
         self._exchange: Exchange | None = None  # None before the start or if this rank is alone
         self._admission: Admission | None = None
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
         self._found_finite_at = -1  # step in which the present weights were found finite
         self._unfinished: set[int] = set()  # rounds in flight that the last settle() could not end
-        self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to unfinished rounds, by round
 
     def statistics(self) -> ExchangeStatistics:
         """Return this member's counts since its start."""
@@ -294,6 +293,7 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _finish_loading(self) -> None:
         self._take_saved()
+        self._saved = None
         self._forget_own()
 
     async def _admit(self) -> None:
@@ -374,19 +374,17 @@ class ExchangePolicy(ReplicatedPolicy):
         if self._saved is not None:
             with validation.reading_state(type(self).__name__):
                 self._take(self._saved)
-            self._saved = None
 
     def _take(self, saved: Mapping[str, Any]) -> None:
         if saved["fragments"]:
             self._replicas.check_saved(self._world.rank, saved)
         restore(saved, self._fragments, self._pending_rounds)
         self._was_loaded = any(fragment.version for fragment in self._fragments)
-        self._given = dict(saved["contributions"])
 
     def _contribute_again(self) -> None:
         """Offer the contributions from a checkpoint again. Their rounds had not ended when it was saved."""
-        given, self._given = self._given, {}
-        for number, state in sorted(given.items()):
+        saved, self._saved = self._saved or {}, None
+        for number, state in sorted(saved.get("contributions", {}).items()):
             fragment = (number - 1) % self._fragment_count
             encoded = self._new_encoded(fragment)
             copy_encoded(state["encoded"], encoded)
