@@ -451,7 +451,7 @@ class SelectiveAveraging(Averaging[Selective]):
         average_every: Number of optimizer steps between two reports of a rank's metric.
         monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default, ranks are
             judged by the mean training loss since their last report.
-        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
+        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is, which requires ``monitor``.
         optimizer_index: Index of the optimizer to use, if the module has several.
         replica_size: Number of consecutive ranks that form one replica under DDP, by default 1. Above 1, trainers need
             ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Create
@@ -477,7 +477,13 @@ class SelectiveAveraging(Averaging[Selective]):
         **options: Unpack[SelectiveOptions],
     ) -> None:
         training = selective_averaging(
-            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
+            average_every,
+            mode,
+            options,
+            replica_size=replica_size,
+            swap_every=swap_every,
+            monitor=monitor,
+            is_of_trainer=True,
         )
         self._set_up(training, monitor, optimizer_index, replica_size)
         self._count_name = "replacements"
