@@ -61,6 +61,7 @@ with validation.optional_imports(__name__, ["lightning"], "lightning"):
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.utilities import rank_zero_only
     from lightning.pytorch.utilities.data import extract_batch_size
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 hide_ranks()
 
@@ -325,7 +326,7 @@ class Averaging(Callback, Generic[PolicyT]):
         """Do a policy step if the optimizer has made a step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self._counts_examples:
-            self._example_count += extract_batch_size(batch)
+            self._example_count += _size_of(batch)
         if self._is_judged_by_loss and loss is not None:
             self._has_losses = True
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
@@ -359,8 +360,11 @@ class Averaging(Callback, Generic[PolicyT]):
         return newest
 
     def _is_spent(self, metric: Any) -> bool:
-        """Return whether a metric is missing or was already reported. Lightning keeps the last logged tensor."""
-        return metric is None or (metric is self._spent and float(metric) == self._spent_value)
+        """Return whether a metric is missing or was already reported.
+
+        Lightning keeps the last logged tensor, and returns a new tensor with the same memory at each read.
+        """
+        return metric is None or (_are_one(metric, self._spent) and float(metric) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
         self._spent, self._spent_value = metric, None if metric is None else float(metric)
@@ -489,6 +493,20 @@ class SelectiveAveraging(Averaging[Selective]):
         self._count_name = "replacements"
         self._counts_examples = False
         self._policy_name = "" if replica_size == 1 else f"replicas of {replica_size}"
+
+
+def _are_one(one: Any, other: Any) -> bool:
+    """Return whether two objects are the same one, or tensors with the same memory."""
+    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return one is other or (are_tensors and one.data_ptr() == other.data_ptr())
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of examples of a batch, or 1 if it contains no tensors."""
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:
+        return 1
 
 
 def _steps_of(trainer: pl.Trainer) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from asyncdist import validation
-from asyncdist.protocols.metrics import metric_as_number
+from asyncdist.protocols.metrics import NOT_MEASURED, metric_as_number
 from asyncdist.protocols.misuse import is_larger_better
 from asyncdist.protocols.options import MetricMode
 
@@ -47,9 +46,9 @@ class RunningLoss:
         """Drop the added losses. Must be called when the weights with which they were measured are replaced."""
         self._total, self._count = 0.0, 0
 
-    def __call__(self) -> float:
-        """Return the mean of the losses since the last call, or infinity without losses."""
-        mean = metric_as_number(self._total) / self._count if self._count else math.inf
+    def __call__(self) -> Any:
+        """Return the mean of the losses since the last call, or :data:`NOT_MEASURED` without losses."""
+        mean = metric_as_number(self._total) / self._count if self._count else NOT_MEASURED
         self.reset()
         return mean
 
