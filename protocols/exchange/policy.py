@@ -112,6 +112,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
         self._found_finite_at = -1  # step in which the present weights were found finite
         self._unfinished: set[int] = set()  # rounds in flight that the last settle() could not end
+        self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to unfinished rounds, by round
 
     def statistics(self) -> ExchangeStatistics:
         """Return this member's counts since its start."""
@@ -380,11 +381,12 @@ class ExchangePolicy(ReplicatedPolicy):
             self._replicas.check_saved(self._world.rank, saved)
         restore(saved, self._fragments, self._pending_rounds)
         self._was_loaded = any(fragment.version for fragment in self._fragments)
+        self._given = dict(saved["contributions"])
 
     def _contribute_again(self) -> None:
         """Offer the contributions from a checkpoint again. Their rounds had not ended when it was saved."""
-        saved, self._saved = self._saved or {}, None
-        for number, state in sorted(saved.get("contributions", {}).items()):
+        given, self._given, self._saved = self._given, {}, None
+        for number, state in sorted(given.items()):
             fragment = (number - 1) % self._fragment_count
             encoded = self._new_encoded(fragment)
             copy_encoded(state["encoded"], encoded)
