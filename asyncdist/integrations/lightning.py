@@ -57,11 +57,11 @@ from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 with validation.optional_imports(__name__, ["lightning"], "lightning"):
     import lightning.pytorch as pl
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.fabric.utilities.warnings import PossibleUserWarning
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.utilities import rank_zero_only
     from lightning.pytorch.utilities.data import extract_batch_size
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 hide_ranks()
 
