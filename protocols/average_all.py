@@ -41,7 +41,7 @@ class AverageAllStatistics:
     """Counts of one member's steps and averages.
 
     Attributes:
-        iteration: Number of steps.
+        iteration: Number of steps, including those before a resume.
         seconds: Seconds spent on averages, including the wait for the slowest member.
         nbytes: Total size in bytes of the averaged weights.
     """

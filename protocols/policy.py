@@ -268,7 +268,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         # GeneratorExit is raised when a suspended generator is deleted.
-        if self._stage != "open" or kind is GeneratorExit:
+        if self._stage not in ("open", "evaluating") or kind is GeneratorExit:
             return
         end_forked_child(self._services.process_id, error)
         self._stage = "closed"

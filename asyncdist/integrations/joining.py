@@ -23,6 +23,7 @@ from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
 from asyncdist.errors import BusyError, ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
 from asyncdist.functional.seeding import RestoredNumbers
+from asyncdist.integrations.metrics import warning_of_judge
 from asyncdist.integrations.random_numbers import reads_in_order, seed_by_number
 from asyncdist.launchers import child_environment, detection
 from asyncdist.protocols import (
@@ -32,7 +33,6 @@ from asyncdist.protocols import (
     SpawnPolicy,
     StepInfo,
 )
-from asyncdist.protocols.misuse import is_larger_better
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.starting.differences import BEGINS_AGAIN
 from asyncdist.protocols.step_info import NOTHING, fields_of
@@ -131,12 +131,13 @@ def selective_averaging(
     replica_size: int = 1,
     swap_every: int | None = None,
     monitor: str | None = None,
+    is_of_trainer: bool = False,
 ) -> Training[Selective]:
     """Return a :class:`Training` that runs selective averaging, or replica averaging if ``replica_size`` is above 1.
 
-    ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead. If ``monitor`` is None, ranks are
-    judged by their training loss. TypeError or ValueError is raised for a wrong argument. Other ``options`` are checked
-    when the training begins.
+    ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead. If ``is_of_trainer`` is True and
+    ``monitor`` is None, ranks are judged by their training loss. TypeError or ValueError is raised for a wrong
+    argument. Other ``options`` are checked when the training begins.
     """
     validation.count("average_every", average_every)
     metric_mode = options.get("metric_mode", mode)
@@ -149,7 +150,8 @@ def selective_averaging(
         validation.refuse(
             "mode", metric_mode, "'min' (smaller metrics are better) or 'max' (larger metrics are better)"
         )
-    warning = "" if monitor is None else _warning_of_monitor(monitor, "mode", metric_mode or "min")
+    option = "metric_mode" if "metric_mode" in options else "mode"
+    warning = warning_of_judge(monitor, option, metric_mode or "min") if is_of_trainer else ""
     given: dict[str, Any] = {**options, "average_every": average_every, "metric_mode": metric_mode or "min"}
     if validation.count("replica_size", replica_size) == 1:
         if swap_every is not None:
@@ -162,8 +164,10 @@ def selective_averaging(
 def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str | None = None) -> Training[PolicyT]:
     """Return a :class:`Training` that runs a policy of the class ``kind`` with these options.
 
-    Unless the options have a ``metric_mode``, smaller metrics are better. TypeError or ValueError is raised if ``kind``
-    is not a policy class, or lacks one of the options. Values are checked when the training begins.
+    Unless the options have a ``metric_mode``, smaller metrics are better. If the policy judges ranks and the options
+    have no ``metric``, ranks are judged by ``monitor``, or by their training loss if it is None. TypeError or
+    ValueError is raised if ``kind`` is not a policy class, or lacks one of the options. Values are checked when the
+    training begins.
     """
     given_kind: object = kind
     if not (isinstance(given_kind, type) and issubclass(given_kind, SpawnPolicy)):
@@ -184,7 +188,10 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
     validation.check_option_names(kind, options)
     validation.count("replica_size", options.get("replica_size", 1))
     given = {"metric_mode": "min", **options} if kind.takes_metric else dict(options)
-    warning = "" if monitor is None else _warning_of_monitor(monitor, "metric_mode", given["metric_mode"])
+    if given.get("metric") is not None and monitor is not None:
+        validation.refuse("monitor", monitor, "None, because the function metric= judges the ranks")
+    is_judged = kind.takes_metric and not kind.calls_metric and given.get("metric") is None
+    warning = warning_of_judge(monitor, "metric_mode", given["metric_mode"]) if is_judged else ""
     return Training(kind, given, warning)
 
 
@@ -234,20 +241,6 @@ def log_once_that_rank_0_pushes() -> None:
             "averaging: only rank 0 pushes to the hub, because all ranks would push to the same repository; "
             "to push a different rank's model, call model.push_to_hub(...) on that rank"
         )
-
-
-def _warning_of_monitor(monitor: str, option: str, mode: MetricMode) -> str:
-    """Return a warning if the monitored metric's name contradicts the ``mode`` in ``option``, or an empty string."""
-    if not isinstance(monitor, str):
-        validation.refuse("monitor", monitor, "None or the name of a logged metric", TypeError)
-    direction = is_larger_better(monitor)
-    if direction is None or mode not in ("min", "max") or direction is (mode == "max"):
-        return ""
-    better, cure = ("larger", "min") if mode == "max" else ("smaller", "max")
-    return (
-        f"averaging: {option}={mode!r} means that a {better} value of {monitor!r} is better, but the name means the "
-        f"opposite, so good ranks would be treated as bad ones; pass {option}={cure!r}"
-    )
 
 
 def refuse_copy(owner: object, *_: object) -> NoReturn:

@@ -57,6 +57,7 @@ from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 with validation.optional_imports(__name__, ["lightning"], "lightning"):
     import lightning.pytorch as pl
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.fabric.utilities.warnings import PossibleUserWarning
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.utilities import rank_zero_only
@@ -325,7 +326,7 @@ class Averaging(Callback, Generic[PolicyT]):
         """Do a policy step if the optimizer has made a step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self._counts_examples:
-            self._example_count += extract_batch_size(batch)
+            self._example_count += _size_of(batch)
         if self._is_judged_by_loss and loss is not None:
             self._has_losses = True
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
@@ -359,8 +360,11 @@ class Averaging(Callback, Generic[PolicyT]):
         return newest
 
     def _is_spent(self, metric: Any) -> bool:
-        """Return whether a metric is missing or was already reported. Lightning keeps the last logged tensor."""
-        return metric is None or (metric is self._spent and float(metric) == self._spent_value)
+        """Return whether a metric is missing or was already reported.
+
+        Lightning keeps the last logged tensor, and returns a new tensor with the same memory at each read.
+        """
+        return metric is None or (_are_one(metric, self._spent) and float(metric) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
         self._spent, self._spent_value = metric, None if metric is None else float(metric)
@@ -451,7 +455,7 @@ class SelectiveAveraging(Averaging[Selective]):
         average_every: Number of optimizer steps between two reports of a rank's metric.
         monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default, ranks are
             judged by the mean training loss since their last report.
-        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
+        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is, which requires ``monitor``.
         optimizer_index: Index of the optimizer to use, if the module has several.
         replica_size: Number of consecutive ranks that form one replica under DDP, by default 1. Above 1, trainers need
             ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Create
@@ -477,12 +481,32 @@ class SelectiveAveraging(Averaging[Selective]):
         **options: Unpack[SelectiveOptions],
     ) -> None:
         training = selective_averaging(
-            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
+            average_every,
+            mode,
+            options,
+            replica_size=replica_size,
+            swap_every=swap_every,
+            monitor=monitor,
+            is_of_trainer=True,
         )
         self._set_up(training, monitor, optimizer_index, replica_size)
         self._count_name = "replacements"
         self._counts_examples = False
         self._policy_name = "" if replica_size == 1 else f"replicas of {replica_size}"
+
+
+def _are_one(one: Any, other: Any) -> bool:
+    """Return whether two objects are the same one, or tensors with the same memory."""
+    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return one is other or (are_tensors and one.data_ptr() == other.data_ptr())
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of examples of a batch, or 1 if it contains no tensors."""
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:
+        return 1
 
 
 def _steps_of(trainer: pl.Trainer) -> Any:

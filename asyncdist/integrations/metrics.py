@@ -1,13 +1,15 @@
-"""Computes a rank's metric from the losses of its steps."""
+"""Computes a rank's metric from the losses of its steps, and checks by which metric a trainer's ranks are judged."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from asyncdist.protocols.metrics import metric_as_number
+from asyncdist import validation
+from asyncdist.protocols.metrics import NOT_MEASURED, metric_as_number
+from asyncdist.protocols.misuse import is_larger_better
+from asyncdist.protocols.options import MetricMode
 
 
 class RunningLoss:
@@ -44,8 +46,36 @@ class RunningLoss:
         """Drop the added losses. Must be called when the weights with which they were measured are replaced."""
         self._total, self._count = 0.0, 0
 
-    def __call__(self) -> float:
-        """Return the mean of the losses since the last call, or infinity without losses."""
-        mean = metric_as_number(self._total) / self._count if self._count else math.inf
+    def __call__(self) -> Any:
+        """Return the mean of the losses since the last call, or :data:`NOT_MEASURED` without losses."""
+        mean = metric_as_number(self._total) / self._count if self._count else NOT_MEASURED
         self.reset()
         return mean
+
+
+def warning_of_judge(monitor: str | None, option: str, mode: MetricMode) -> str:
+    """Return a warning if the name of the metric that judges ranks contradicts the ``mode``, or an empty string.
+
+    Args:
+        monitor: Name of a logged metric, or None for the training loss.
+        option: Name of the option that sets ``mode``.
+        mode: Which values of the metric are better.
+
+    Raises:
+        TypeError, ValueError: ``monitor`` is not a name, or the training loss would be maximised.
+    """
+    if monitor is None:
+        if mode == "max":
+            allowed = "'min' without monitor=, because ranks are judged by their training loss; pass monitor= as well"
+            validation.refuse(option, mode, allowed)
+        return ""
+    if not isinstance(monitor, str):
+        validation.refuse("monitor", monitor, "None or the name of a logged metric", TypeError)
+    direction = is_larger_better(monitor)
+    if direction is None or mode not in ("min", "max") or direction is (mode == "max"):
+        return ""
+    better, cure = ("larger", "min") if mode == "max" else ("smaller", "max")
+    return (
+        f"averaging: {option}={mode!r} means that a {better} value of {monitor!r} is better, but the name means the "
+        f"opposite, so good ranks would be treated as bad ones; pass {option}={cure!r}"
+    )

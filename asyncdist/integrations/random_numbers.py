@@ -89,7 +89,9 @@ def shuffle_by_number(loader: Any, number: int, *, size: int = 1, seed: int | No
                 setattr(sampler, name, mix(given, number))
     generator = getattr(loader, "generator", None)
     if isinstance(generator, torch.Generator) and not any(
-        value is generator for sampler in _samplers_of(loader, size) for value in vars(sampler).values()
+        value is generator
+        for sampler in _samplers_of(loader, size)
+        for value in getattr(sampler, "__dict__", {}).values()  # a sampler may be a list
     ):
         generator.manual_seed(mix(generator.initial_seed(), number))
 

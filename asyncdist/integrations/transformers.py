@@ -418,7 +418,7 @@ class SelectiveAveraging(Averaging[Selective]):
         average_every: Number of optimizer steps between two reports of a rank's metric.
         monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default, ranks
             are judged by the mean training loss since their last report, as the trainer logs it.
-        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
+        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is, which requires ``monitor``.
         replica_size: Number of consecutive ranks that form one replica under DDP, by default 1. Above 1, replicas write
             to folders ``replica0``, ``replica1``, ... Create this object before the ``TrainingArguments``, because it
             sets the ranks that they read.
@@ -442,7 +442,13 @@ class SelectiveAveraging(Averaging[Selective]):
         **options: Unpack[SelectiveOptions],
     ) -> None:
         training = selective_averaging(
-            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
+            average_every,
+            mode,
+            options,
+            replica_size=replica_size,
+            swap_every=swap_every,
+            monitor=monitor,
+            is_of_trainer=True,
         )
         self._set_up(training, monitor, replica_size)
         self._count_name = "replacements"

@@ -142,7 +142,6 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
         self._progress = Progress(self.average_every)
         self._step_tokens = StepTokens(own.weights)
-        self._saved: Mapping[str, Any] | None = None
         self._was_loaded = False
 
     def step(
@@ -199,6 +198,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             self._alone = Anchor(self._layouts, self._own_options, held.block, held.version)
             if outer is not None:
                 self._alone.load_outer_state(unpacked(outer[1])["outer"])
+            self._saved = None
 
     def _lay_out(self, entries: Sequence[Entry], parameters: set[str]) -> None:
         own = self._own_options
@@ -405,7 +405,6 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             if state["global"] is not None and self._island is not None:
                 self._global_store.begin(state["global"], self._layouts)
             self._progress.load(state)
-        self._saved = None
 
     # -- the anchor in the model ------------------------------------------------------------------------------------
 

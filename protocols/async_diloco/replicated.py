@@ -48,6 +48,7 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
     _links: FollowerLinks | None = None  # None unless replicas have several ranks
     _is_first = True  # whether this rank is the first, or the only, rank of its replica, and contributes for it
     _is_compared = False  # whether the replica's ranks are known to have equal weights
+    _saved: Mapping[str, Any] | None = None  # kept until a start succeeds: one that fails may be repeated
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
@@ -101,6 +102,7 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
             await super()._start()
         else:
             await self._agree()
+        self._saved = None
 
     async def _agree(self) -> Agreed:
         if self._replicas.size == 1:
@@ -179,6 +181,7 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         state = unpacked(await links.deliver_bytes([]))
         load_named(self.model, self.optimizer, cloned(state["optimizer"]))
         self._restore(state["policy"])
+        self._saved = None
         self._progress = Progress(self.average_every)
         counterparts = state.get("weights")  # weights to which the state of a sharded model belongs
         if counterparts is not None:

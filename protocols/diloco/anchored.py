@@ -63,7 +63,8 @@ class AnchoredPolicy(ReplicatedPolicy):
                 finally:
                     self._reshard()  # a forward pass may have gathered the anchor's parameters
         finally:
-            self._stage = "open"
+            if self._stage == "evaluating":  # the policy may have been left in the block
+                self._stage = "open"
 
     @abc.abstractmethod
     def _tensors(self) -> Sequence[Tensor]:

@@ -143,8 +143,11 @@ class Fragment:
         del is_late, is_whole
         for place, values in self._values.items():
             scatter(self.layout.vectors[place], values, tensors)
-        self._values = {}
-        self.applied_version = self.version
+        self._note_applied()
+
+    def _note_applied(self) -> None:
+        """Drop the values of the mean that was applied, and record its version."""
+        self._values, self.applied_version = {}, self.version
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
         """Write the reference weights (anchor) into the model's parameters. Do nothing if the fragment has none."""

@@ -105,7 +105,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._is_compared = False  # whether the replica's ranks were found to have equal weights
         self._parts: ReplicaParts | None = None  # parts of the replica's ranks, under DDP
         self._known_infinities: KnownInfinities
-        self._saved: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None  # kept until a start succeeds: one that fails may be repeated
         self._exchange: Exchange | None = None  # None before the start or if this rank is alone
         self._admission: Admission | None = None
         self._is_admitting = False
@@ -294,6 +294,7 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _finish_loading(self) -> None:
         self._take_saved()
+        self._saved = None
         self._forget_own()
 
     async def _admit(self) -> None:
@@ -374,7 +375,6 @@ class ExchangePolicy(ReplicatedPolicy):
         if self._saved is not None:
             with validation.reading_state(type(self).__name__):
                 self._take(self._saved)
-            self._saved = None
 
     def _take(self, saved: Mapping[str, Any]) -> None:
         if saved["fragments"]:
@@ -385,7 +385,7 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _contribute_again(self) -> None:
         """Offer the contributions from a checkpoint again. Their rounds had not ended when it was saved."""
-        given, self._given = self._given, {}
+        given, self._given, self._saved = self._given, {}, None
         for number, state in sorted(given.items()):
             fragment = (number - 1) % self._fragment_count
             encoded = self._new_encoded(fragment)

@@ -25,7 +25,7 @@ class ExchangeStatistics:
     """Counts of one member's steps, contributions and averages. The mappings are copies.
 
     Attributes:
-        iteration: Number of steps.
+        iteration: Number of steps, including those before a resume.
         average_count: Number of averages applied since the start or the resume. Each fragment's average is counted
             separately.
         waited_s: Total seconds for which steps have waited for averages.

@@ -100,7 +100,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> OneSidedStatistics:
-        """Return this member's counts and durations since its start."""
+        """Return this member's number of steps, and its other counts and durations since its start or resume."""
         return OneSidedStatistics(
             total_iterations=self._step_count,
             agents_killed=self._counts["killed"],

@@ -28,11 +28,12 @@ class OneSidedStatistics:
     """Counts and durations of one member. The first four counts have the same names as in torchgfn's policies.
 
     Attributes:
-        total_iterations: Number of steps.
+        total_iterations: Number of steps, including those before a resume.
         agents_killed: Number of times that this rank decided to be replaced.
         num_replacements: Number of times that this rank's weights were replaced.
         averaging_ranks: Total number of donors over all replacements.
-        age: Number of steps since the weights were last replaced, or since the start.
+        age: Number of steps since the weights were replaced, or if they never were, since the start. Includes steps
+            before a resume.
         version: Number of snapshots published.
         unpublished: Number of steps in which a snapshot was due but not published, by reason.
         nonfinite_metric_count: Number of metrics that were NaN or infinite.
@@ -89,7 +90,7 @@ class PullStatistics:
     """Counts and durations of one member in asynchronous PAPA.
 
     Attributes:
-        iteration: Number of steps.
+        iteration: Number of steps, including those before a resume.
         pull_count: Number of times that this rank's weights were pulled to a mean.
         donor_count: Total number of donors over all pulls.
         snapshot_count: Number of snapshots published.

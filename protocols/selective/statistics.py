@@ -145,7 +145,7 @@ class SelectiveStatistics:
     """Counts of one member's reports, roles and transferred bytes.
 
     Attributes:
-        iteration: Number of steps.
+        iteration: Number of steps, including those before a resume.
         report_count: Number of metrics reported.
         nonfinite_metric_count: Number of reported metrics that were NaN or infinite.
         snapshot_count: Number of snapshots taken as a donor.

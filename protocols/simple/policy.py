@@ -143,7 +143,7 @@ class RuleFragment(Fragment):
                 write(vector, new, picked[index])
         if self._share is not None and self._values:
             self._share.put(picked, tensors, number)
-        self._values = {}
+        self._note_applied()
 
     def moved(self, own: Tensor, mean: Tensor, number: int) -> Tensor:
         """Return the new values of one tensor according to the rule. See :meth:`Rule.apply`."""

@@ -75,7 +75,7 @@ class RandomShare(Rule):
     def chosen(self, round: int, count: int) -> Tensor:
         """Return a share ``fraction`` of all indices: one random index of each range of about equal length."""
         share = min(count, max(1, int(count * self.fraction + 0.5)))
-        bounds = torch.arange(share + 1, device="cpu") * count // max(share, 1)
+        bounds = bounds_of(torch.arange(share + 1, device="cpu"), count, max(share, 1))
         numbers = drawn(self.seed, round, share + 1)
         inside = bounds[:-1] + numbers[:-1] % (bounds[1:] - bounds[:-1])
         # The lengths of the ranges differ by up to one. A random rotation gives all indices the same probability.
@@ -89,6 +89,15 @@ class RandomShare(Rule):
             return None
         numbers = drawn(self.seed, -round, count * donor_count)
         return numbers.view(count, donor_count).argsort(dim=1, stable=True)
+
+
+def bounds_of(places: Tensor, count: int, share: int) -> Tensor:
+    """Return the first index of each range at ``places`` if ``count`` indices are divided into ``share`` ranges.
+
+    This is ``places * count // share``, computed without that product, which 64 bits cannot hold for large models.
+    """
+    whole, rest = divmod(count, share)
+    return places * whole + places * rest // share
 
 
 @with_options(SparseAveragingOptions, CommonOptions, RandomShare)

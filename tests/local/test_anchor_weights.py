@@ -153,6 +153,33 @@ def test_an_exception_in_the_block_restores_the_weights() -> None:
     run(main, 2)
 
 
+@pytest.mark.parametrize("kind", ["one fragment", "async and waiting"])
+def test_a_policy_that_is_left_in_the_block_is_left(kind: str) -> None:
+    """Regression: a trainer that left the policy before the block left nothing, and the other ranks waited forever."""
+
+    async def main(world: ad.World) -> bool:
+        model = Mixed(1.0)
+        policy = KINDS[kind](model, torch.optim.SGD(model.parameters(), lr=0.5), average_every=EVERY)
+        await policy.__aenter__()
+        for step in range(2 * EVERY):
+            train(model, policy.optimizer, 1)
+            await policy.step()
+            if step == EVERY and world.rank == 1:
+                own, block = clone_state(model), policy.anchor_weights()
+                await block.__aenter__()
+                assert not equal_states(clone_state(model), own)
+                error = ZeroDivisionError()
+                await policy.__aexit__(type(error), error, None)
+                await block.__aexit__(None, None, None)
+                with pytest.raises(ad.ClosedError):
+                    await policy.step()
+                return equal_states(clone_state(model), own)
+        await policy.__aexit__(None, None, None)
+        return True
+
+    assert ad.simulate(main, ranks=3, strict=True, until_s=100.0).results == (True,) * 3
+
+
 @pytest.mark.parametrize("kind", ["one fragment", "async", "selective"])
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_eval_in_the_block_does_not_change_the_training(kind: str, is_wrapped: bool) -> None:

@@ -13,7 +13,7 @@ from support.facts import names, naming
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.integrations.joining import averaging
+from asyncdist.integrations.joining import averaging, selective_averaging
 from asyncdist.integrations.pytorch import Averaging, SelectiveAveraging
 from protocols import (
     AsyncSelectiveAveragingPolicy,
@@ -345,12 +345,31 @@ def test_a_new_model_is_named_as_the_reason(caplog: pytest.LogCaptureFixture) ->
         (GossipPolicy, {"mode": "max"}, TypeError, "GossipPolicy has no option 'mode'; the names are"),
         (AsyncSelectiveAveragingPolicy, {"mode": "max"}, TypeError, "no option 'mode'; pass metric_mode='max'"),
         (AsyncSelectiveAveragingPolicy, {"monitor": 3}, TypeError, "monitor must be None or the name .* got 3"),
+        (AsyncSelectiveAveragingPolicy, {"metric_mode": "max"}, ValueError, "metric_mode must be 'min' .* got 'max'"),
+        (
+            AsyncSelectiveAveragingPolicy,
+            {"metric": float, "monitor": "val_loss"},
+            ValueError,
+            "monitor must be None, .* metric.* got 'val_loss'",
+        ),
     ],
 )
 def test_a_trainers_policy_is_checked_at_once(kind: Any, options: Any, error: type[Exception], words: str) -> None:
     monitor = options.pop("monitor", None)
     with pytest.raises(error, match=words):
         averaging(kind, options, monitor=monitor)
+
+
+def test_a_trainers_loss_is_not_maximised() -> None:
+    """Regression: with ``mode="max"`` and without ``monitor``, ranks with large losses replaced the others."""
+    variants: tuple[tuple[str, Any, Any], ...] = (("mode", "max", {}), ("metric_mode", None, {"metric_mode": "max"}))
+    for option, mode, options in variants:
+        selective_averaging(1, mode, options, monitor="val_accuracy", is_of_trainer=True)
+        selective_averaging(1, mode, options)  # a loop of the user passes its own score
+        with pytest.raises(ValueError, match=f"^{option} must be 'min' .* monitor=.* got 'max'$"):
+            selective_averaging(1, mode, options, is_of_trainer=True)
+    averaging(AsyncSelectiveAveragingPolicy, {"metric_mode": "max", "metric": float})
+    averaging(AsyncSelectiveAveragingPolicy, {"metric_mode": "max"}, monitor="val_accuracy")
 
 
 def test_a_class_is_not_a_policy_of_a_loop() -> None:

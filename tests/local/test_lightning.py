@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import asyncdist as ad
+from asyncdist.protocols.metrics import NOT_MEASURED
 from asyncdist.simulation import Kill, Network, Restart, simulate
 from protocols import DiLoCoPolicy, GossipPolicy
 
@@ -301,6 +302,85 @@ def test_policies_of_one_class_have_keys_of_their_own() -> None:
 
     expected = [f"Averaging(GossipPolicy{name})" for name in ("", ", name='x'", ", name='y'")]
     assert ad.run_local(ad.blocking.hosted(keys), ranks=1) == [expected]
+
+
+def fitted_alone(module: Any, callback: Any, data: Any) -> None:
+    """Train one epoch on one rank with a callback that ``callback`` makes."""
+
+    def fit(_: ad.blocking.World) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning warns of few workers and of short epochs
+            quiet_trainer(callback(), max_epochs=1).fit(module, data)
+
+    ad.run_local(ad.blocking.hosted(fit), ranks=1)
+
+
+def test_a_metric_that_is_logged_now_and_then_is_reported_once() -> None:
+    """Regression: Lightning returns a new tensor at each read, so an old value was reported in each due step."""
+    pl = pytest.importorskip("lightning.pytorch")
+    from asyncdist.integrations.lightning import SelectiveAveraging
+
+    module, reported = linear(), []
+    train = module.training_step
+
+    def train_and_log(batch: Any, batch_idx: int) -> Any:
+        if batch_idx in (2, 5, 6):
+            module.log("score", 1.0)  # the same value three times
+        return train(batch, batch_idx)
+
+    class Look(pl.Callback):  # type: ignore[misc, name-defined]
+        def __init__(self, averaging: Any) -> None:
+            self.averaging = averaging
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.averaging._metric() is not NOT_MEASURED:
+                reported.append(_[-1])
+
+    def callbacks() -> list[Any]:
+        averaging = SelectiveAveraging(average_every=1000, monitor="score", mode="max")
+        return [averaging, Look(averaging)]
+
+    module.training_step = train_and_log
+    fitted_alone(module, callbacks, DataLoader(TensorDataset(torch.ones(10, 1)), shuffle=True))
+    assert reported == [2, 5, 6]
+
+
+def test_steps_without_a_loss_report_no_metric() -> None:
+    """Regression: if ``training_step`` returned None in all steps since the last report, infinity was reported."""
+    pytest.importorskip("lightning.pytorch")
+    from asyncdist.integrations.lightning import SelectiveAveraging
+
+    module, counts = linear(), []
+    train = module.training_step
+    module.training_step = lambda batch, batch_idx: train(batch, batch_idx) if batch_idx % 4 == 3 else None
+
+    class Counting(SelectiveAveraging):
+        def on_fit_end(self, *args: Any) -> None:
+            counts.append(self._training.open_policy().awaited.state_dict()["metric"])
+            super().on_fit_end(*args)
+
+    fitted_alone(module, lambda: [Counting(average_every=1)], DataLoader(TensorDataset(torch.ones(6, 1)), shuffle=True))
+    assert counts == [pytest.approx(linear().net(torch.ones(1, 1)).square().item())]
+
+
+def test_a_batch_without_tensors_counts_as_one_token() -> None:
+    """Regression: the error of Lightning, whose advice did not help, ended the training."""
+    pytest.importorskip("lightning.pytorch")
+    from asyncdist.integrations.lightning import Averaging
+
+    module, steps = linear(), []
+    module.training_step = lambda batch, batch_idx: module.net(torch.ones(1, 1)).square().mean()
+
+    class Counting(Averaging[Any]):
+        def on_train_batch_end(self, *args: Any) -> None:
+            step = self._training.step
+            self._training.step = lambda metric, tokens: steps.append(tokens) or step(metric, tokens)  # type: ignore
+            super().on_train_batch_end(*args)
+            self._training.step = step  # type: ignore[method-assign]
+
+    data: Any = DataLoader(["a", "b", "c"], batch_size=2, collate_fn=list, shuffle=True)  # type: ignore[arg-type]
+    fitted_alone(module, lambda: [Counting(DiLoCoPolicy, average_every=2, weights="tokens")], data)
+    assert steps == [1, 1]
 
 
 @pytest.mark.parametrize("index", [3, -2])

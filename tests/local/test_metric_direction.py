@@ -277,7 +277,7 @@ def test_a_monitored_metric_of_the_opposite_name_is_told(
     monitor: str, mode: Any, told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def main(_: ad.blocking.World) -> None:
-        training, model = joining.selective_averaging(1, mode, {}, monitor=monitor), Mixed(0.0)
+        training, model = joining.selective_averaging(1, mode, {}, monitor=monitor, is_of_trainer=True), Mixed(0.0)
         for _ in range(2):
             training.begin(model, sgd(model))
             training.end()

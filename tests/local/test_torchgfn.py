@@ -347,6 +347,29 @@ def test_an_interrupted_add_is_not_repeated() -> None:
     assert on_ranks(main, 2)[1] == [4, 5]
 
 
+def test_requests_may_end_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if a later request ended first, as at the end of a world, the earlier one's end raised KeyError."""
+    from gfn.containers.message import MessageType
+
+    from asyncdist.integrations.torchgfn import buffers
+
+    async def request(world: ad.World, _: int, __: Any, payload: bytes, *, after: Any) -> None:
+        await world.sleep(len(payload))
+
+    monkeypatch.setattr(buffers, "_request", request)
+
+    async def main(world: ad.World) -> tuple[int, list[Any]]:
+        told = list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        if world.rank == 0:
+            requests = [buffers._exchange(world, 1, MessageType.DATA, b"x" * count) for count in (2, 1)]
+            await asyncio.gather(*requests)
+            await world.sleep(1.0)
+        return len(world.services.shared(buffers._Requests).tasks), told
+
+    assert ad.simulate(main, ranks=2).results == ((0, []),) * 2
+
+
 @pytest.mark.slow
 def test_a_request_to_a_restarted_buffer_rank_fails() -> None:
     """Regression: if the new process started before the client noticed the loss, the client waited for its end."""

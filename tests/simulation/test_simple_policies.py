@@ -126,6 +126,21 @@ def test_a_saved_population_continues_to_the_bit(policy: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_state_counts_the_applied_rounds(policy: str) -> None:
+    """Regression: the number of the last applied round remained 0."""
+
+    async def main(world: ad.World) -> list[tuple[int, int]]:
+        model = nn.Linear(3, 2)
+        async with POLICIES[policy](model, torch.optim.SGD(model.parameters(), 0.1), average_every=1) as own:
+            for _ in range(3):
+                await own.step()
+            state = own.state_dict()
+        return [(each["version"], each["applied_version"]) for each in state["fragments"]]
+
+    assert simulate(main, ranks=2, strict=True).results == ([(3, 3)],) * 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_rank_alone_trains_unchanged(policy: str) -> None:
     async def main(world: ad.World) -> list[bool]:
         model = nn.Linear(3, 2)

@@ -123,6 +123,16 @@ def test_a_generator_that_the_users_sampler_has_too_is_unchanged() -> None:
     assert generator.initial_seed() == 3
 
 
+@pytest.mark.parametrize(
+    "options", [{"sampler": [3, 1]}, {"sampler": range(4)}, {"batch_sampler": [[0, 1], [2]]}], ids=str
+)
+def test_samplers_may_be_lists_and_ranges(options: dict[str, Any]) -> None:
+    """Regression: a loader with a seeded generator and such a sampler raised TypeError on every rank."""
+    loader: DataLoader[int] = DataLoader(ROWS, generator=seeded(), **options)  # type: ignore[arg-type]
+    shuffle_by_number(loader, 1)
+    assert loader.generator is not None and loader.generator.initial_seed() != 3
+
+
 @pytest.mark.parametrize("package", ["torchdata", "trl", "sentence_transformers"])
 def test_the_samplers_of_other_libraries_shuffle_apart(package: str) -> None:
     """Regression: all ranks read the same rows in the same order, with StatefulDataLoader and in GRPO."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,10 @@ import pytest
 import torch
 
 from asyncdist.integrations.metrics import RunningLoss
+from asyncdist.protocols.metrics import NOT_MEASURED
 
 
-def mean_of(*losses: Any) -> float:
+def mean_of(*losses: Any) -> Any:
     loss = RunningLoss()
     for each in losses:
         loss.add(each)
@@ -24,7 +24,11 @@ def mean_of(*losses: Any) -> float:
 )
 def test_a_number_of_any_kind(value: Any) -> None:
     assert mean_of(value, 1.5) == 1.0
-    assert mean_of() == math.inf
+
+
+def test_no_loss_is_no_measurement() -> None:
+    """Regression: without a loss since the last report, the mean was infinite, so a good rank was replaced."""
+    assert mean_of() is NOT_MEASURED
 
 
 @pytest.mark.parametrize("value", [None, "0.5", [0.5], {"loss": 0.5}, 1j, np.zeros(3), torch.ones(3), torch.tensor(1j)])

@@ -204,7 +204,7 @@ async def _exchange(world: World, server: int, kind: MessageType, payload: bytes
     request = _request(world, server, kind, payload, after=tasks.get(server))
     task = services.spawn_service(request, name=f"request to the replay buffer on rank {server}")
     tasks[server] = task
-    task.add_done_callback(lambda _: tasks.pop(server) if tasks[server] is task else None)
+    task.add_done_callback(lambda _: tasks.pop(server) if tasks.get(server) is task else None)
     return await services.engine.settled_by(task, asyncio.shield(task))
 
 

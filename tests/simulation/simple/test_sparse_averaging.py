@@ -17,7 +17,7 @@ from unit.test_simple_rules import GOLDEN, MASK, split_mix
 import asyncdist as ad
 from asyncdist.simulation import Kill, simulate
 from protocols import SparseAveragingPolicy
-from protocols.simple.sparse_averaging import RandomShare
+from protocols.simple.sparse_averaging import RandomShare, bounds_of
 
 #: Options of the simulated runs; the first are for exact runs.
 OPTIONS: Final[list[dict[str, Any]]] = [
@@ -72,6 +72,13 @@ def test_a_share_has_a_fixed_size_and_ascending_indices(count: int, fraction: fl
         chosen = rule.chosen(number, count).tolist()
         assert chosen == sorted(set(chosen)) and chosen[0] >= 0 and chosen[-1] < count
         assert len(chosen) == max(1, int(count * fraction + 0.5))
+
+
+@pytest.mark.parametrize(("count", "share"), [(10, 3), (7, 7), (12, 4), (10**10, 10**9), (5 * 10**9, 5 * 10**9)])
+def test_ranges_divide_any_number_of_values(count: int, share: int) -> None:
+    """Regression: with more than 2**63 as the product of both numbers, indices were negative."""
+    places = torch.tensor([0, 1, share // 2, share - 1, share])
+    assert bounds_of(places, count, share).tolist() == [int(each) * count // share for each in places]
 
 
 def test_a_share_of_nothing_is_empty() -> None:
