@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import functools
 import importlib.util
-import io
 import itertools
 import os
 import random
@@ -25,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import greenlet
 import numpy as np
@@ -88,7 +87,7 @@ class Script:
 
         A fault that does not fire is a failure. An exception that a signal of the plan raises is not.
         """
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(_null_file()), contextlib.redirect_stderr(_null_file()):
             ended = execute(self, seed, self.faults if faults is None else tuple(faults))
         if ended.error is not None and not _is_end_by_signal(ended.error, ended.report):
             raise ended.error
@@ -158,6 +157,16 @@ class Script:
         if self.arguments and self.arguments[0].startswith("-"):  # asyncdist may have an option of the same name
             options.append("--")
         return f"{hash_seed_prefix(default='0')}{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
+
+
+@functools.cache
+def _null_descriptor() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
+
+
+def _null_file() -> TextIO:
+    """Return a file that drops its output. Its descriptor stays open, because a logger may keep the file."""
+    return open(_null_descriptor(), "w", encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _command() -> str:
@@ -235,7 +244,7 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
         run_local_override.set(host.run_local if script.is_local else None),
     )
     try:
-        with _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
+        with contextlib.chdir("."), _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
             number = random.Random(f"{seed} script").getrandbits(63)  # differs from any seed that the script may set
             random.seed(number)
             np.random.seed(number % 2**32)
@@ -273,8 +282,9 @@ def _run_main(script: Script, host: _Host) -> None:
     """
 
     def run() -> None:
+        os.chdir(folder)  # an earlier rank's script may have changed it
         try:
-            script.run_file()
+            program.run_file()
         except SystemExit as ended:
             if rank_program.exit_code(ended.code) or find_caller() is None:
                 raise
@@ -296,16 +306,17 @@ def _run_main(script: Script, host: _Host) -> None:
         caller: SwitchingCaller = here.switch()
         return caller
 
+    program, folder = replace(script, path=os.path.abspath(script.path)), os.getcwd()
     here, first = greenlet.getcurrent(), greenlet.greenlet(functools.partial(call_at_bottom, run))
     first.gr_context = contextvars.copy_context()
     first.gr_context.run(ask_for_world.set, ask)
+    outside, argument = sys.modules["__main__"], sys.argv[0]
     first.switch()
     if not first.dead:
-        program, argument = sys.modules["__main__"], sys.argv[0]
         try:
             host(main, (), strict=False)
         finally:
-            sys.modules["__main__"], sys.argv[0] = program, argument
+            sys.modules["__main__"], sys.argv[0] = outside, argument
 
 
 def _is_end_by_signal(error: BaseException, report: SimReport[Any] | None) -> bool:

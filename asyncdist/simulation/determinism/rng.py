@@ -1,7 +1,8 @@
 """Gives each simulated rank its own random states, as if the rank were a process.
 
 At each switch between ranks, the states of torch's global generator and of numpy's global bit generator are swapped,
-together with torch's modes (:mod:`asyncdist.tensors.torch_modes`). The functions of ``random`` and ``numpy.random`` are
+together with torch's modes (:mod:`asyncdist.tensors.torch_modes`) and the module ``__main__``, of which each rank has
+its own if a script opens its world without a main function. The functions of ``random`` and ``numpy.random`` are
 replaced once per simulation by functions that use the running rank's generator. Replacing them at each switch would
 take three times as long.
 
@@ -13,6 +14,7 @@ which numpy stores elsewhere.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -88,6 +90,7 @@ class RandomStates:
         # The last entry of each list is the state of the code outside all ranks.
         self._torch.append(torch.get_rng_state())
         self._modes = RankModes(size, FRESH)
+        self._programs = [sys.modules["__main__"]] * (size + 1)
         self._generators.append(np.random.get_bit_generator())
         # numpy's global instance uses the running rank's generator, even in other threads. Code outside the ranks
         # therefore has its own instance.
@@ -133,6 +136,7 @@ class RandomStates:
         self._numpy[rank], self._random[rank] = states.numpy, states.python
         self._entropy.pop(rank, None)
         self._modes.reset(rank)
+        self._programs[rank] = self._programs[self._outside]
         self.switch(current)
 
     @contextmanager
@@ -162,6 +166,8 @@ class RandomStates:
         self._torch[current] = _get_torch_state()
         _set_torch_state(self._torch[rank])
         self._modes.switch(rank)
+        modules = sys.modules
+        self._programs[current], modules["__main__"] = modules["__main__"], self._programs[rank]
         np.random.set_bit_generator(self._generators[rank])
         self.current = rank
 
