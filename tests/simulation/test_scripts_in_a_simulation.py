@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from asyncdist.simulation import Kill, Restart
 from asyncdist.simulation.faults import Fault
+from asyncdist.simulation.replay.script import run_command
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute
 
@@ -78,6 +81,26 @@ world = ad.blocking.process_world()
 ad.blocking.barrier()
 assert os.path.exists(__file__), __file__
 """
+#: Scripts with the blocking functions. The debugger stops at the marked line.
+DEBUGGED = {
+    "a main": """
+import asyncdist as ad
+
+def main(world):
+    x = 1  # here
+    ad.blocking.barrier()
+
+if __name__ == "__main__":
+    ad.blocking.run(main)
+""",
+    "no main": """
+import asyncdist as ad
+
+world = ad.blocking.process_world()
+x = 1  # here
+ad.blocking.barrier()
+""",
+}
 OUTPUT = """
 import faulthandler, sys
 import asyncdist as ad
@@ -125,6 +148,23 @@ def test_a_script_may_change_the_current_folder(source: str, tmp_path: Path) -> 
     for _ in range(2):
         simulated(source)
         assert os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.parametrize("kind", DEBUGGED)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_debugged_replay_stops_in_the_users_code(
+    kind: str, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the debugger stopped in asyncdist's own main, which calls the blocking one or runs the script."""
+    Path("script.py").write_text(DEBUGGED[kind])
+    execute(Script("script.py", (), 2, record="recorded"), 3, ())
+    monkeypatch.setattr("sys.stdin", io.StringIO("p ('rank', world.rank)\nn\np ('x', x)\nc\n"))
+    code = run_command("recorded", "script.py", (), job=None, rank=rank, to_test=None)
+    out = capsys.readouterr().out
+    assert code == 0, out
+    stops = re.findall(r"^-> (.*)$|(\('(?:rank|x)', \d\))", out, re.MULTILINE)
+    shown = ["".join(each) for each in stops]
+    assert shown[:4] == ["x = 1  # here", f"('rank', {rank})", "ad.blocking.barrier()", "('x', 1)"], out
 
 
 @pytest.mark.parametrize(
