@@ -177,7 +177,7 @@ class _ScriptLoader(importlib.machinery.SourceFileLoader):
 
 
 def _run_plain_file(path: str) -> None:
-    """Run a script as ``__main__``. As in Python, ``__file__`` is absolute, because the script may change the folder."""
+    """Run a script as ``__main__``. As in Python, ``__file__`` is absolute, since the script may change the folder."""
     main, outside = types.ModuleType("__main__"), sys.modules["__main__"]
     main.__file__ = os.path.abspath(path)
     sys.modules["__main__"] = main
