@@ -128,7 +128,7 @@ def simulate(
     recorded = RecordOptions.of(record, record_limit_nbytes, replaces=True)
     options = RankOptions(strict=strict, record=recorded, instrument=instrument.get())
     if until_s is not None:
-        check_number("until_s", until_s)
+        until_s = check_number("until_s", until_s)
     if after_event is not None and not callable(after_event):
         raise TypeError(f"after_event must be a function without arguments, got {after_event!r}")
     if is_loop_running():

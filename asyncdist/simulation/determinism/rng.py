@@ -13,6 +13,7 @@ which numpy stores elsewhere.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -43,6 +44,7 @@ _NUMPY_NAMES: Final = {
     "sample": "random_sample",
     "ranf": "random_sample",
 }
+_set_numpy_generator: Final = np.random.set_bit_generator
 _get_torch_state: Final = torch.default_generator.get_state
 _set_torch_state: Final = torch.default_generator.set_state
 
@@ -81,6 +83,7 @@ class RandomStates:
             "numpy": lambda: np.random.get_state(legacy=False),
             "torch": torch.get_rng_state,
         }
+        self._inherited_kind = type(np.random.get_bit_generator())
         self._inherited = {name: callers[name]() for name in inherited}
         fresh = [self._fresh(str(rank)) for rank in range(size)]
         self._torch = [states.torch for states in fresh]
@@ -112,7 +115,8 @@ class RandomStates:
         inherited = self._inherited
         number = random.Random(f"{self._seed} random state {process}").getrandbits(63)
         seed: Any = _Seed(f"{self._seed} numpy's random state {process}")
-        generator = np.random.MT19937(seed)
+        kind: Any = self._inherited_kind if "numpy" in inherited else np.random.MT19937
+        generator = kind(seed if kind is np.random.MT19937 else 0)
         states = _States(
             inherited["torch"] if "torch" in inherited else torch.Generator().manual_seed(number).get_state(),
             generator,
@@ -168,16 +172,23 @@ class RandomStates:
         self._modes.switch(rank)
         modules = sys.modules
         self._programs[current], modules["__main__"] = modules["__main__"], self._programs[rank]
-        np.random.set_bit_generator(self._generators[rank])
+        _set_numpy_generator(self._generators[rank])
         self.current = rank
 
     def _install(self) -> None:
         self._names_outside = (
             {name: getattr(random, name) for name in _RANDOM_NAMES},
-            {name: getattr(np.random, name) for name in _NUMPY_NAMES},
+            {name: getattr(np.random, name) for name in [*_NUMPY_NAMES, "set_bit_generator"]},
         )
         random.__dict__.update({name: self._asking(self._random, name) for name in _RANDOM_NAMES})
         np.random.__dict__.update({name: self._asking(self._numpy, of) for name, of in _NUMPY_NAMES.items()})
+        np.random.__dict__["set_bit_generator"] = self._replace_numpy
+
+    @functools.wraps(_set_numpy_generator)
+    def _replace_numpy(self, bitgen: Any) -> None:
+        _set_numpy_generator(bitgen)
+        self._generators[self.current] = generator = np.random.get_bit_generator()
+        self._numpy[self.current] = np.random.RandomState(generator)
 
     def _asking(self, instances: list[Any], name: str) -> Callable[..., Any]:
         """Return a function that calls the method ``name`` of the running rank's generator."""
