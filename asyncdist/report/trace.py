@@ -151,8 +151,7 @@ class _Arrows:
     """
 
     def __init__(self, recording: Recording) -> None:
-        counts = Counter(each.rank for each in recording.ranks)
-        self._restarted = {rank for rank, count in counts.items() if count > 1}
+        self._restarted = recording.restarted
         self._lines: dict[tuple[int, int, int], int] = {}
         self._begun_us: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
         self._ended_counts: defaultdict[int, int] = defaultdict(int)
