@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from asyncdist.errors import AsyncdistError
 from asyncdist.recording.events import KINDS, Event
 from asyncdist.recording.reader import RankRecording, Recording
 from asyncdist.report.clock_alignment import Clocks
@@ -65,7 +66,7 @@ _PROFILER_ARROWS: Final = 1 << 62
 _PROFILE_NBYTES_MAX: Final = 1 << 30
 
 
-class TraceError(Exception):
+class TraceError(AsyncdistError):
     """A trace cannot be written. The message is one line for the user."""
 
 

@@ -242,9 +242,6 @@ def run_command(
         return _replay_once(recording, ran)
     except (RecordingError, ScriptError) as error:
         return refuse("replay", error)
-    except KeyboardInterrupt:
-        print("asyncdist replay: interrupted", file=sys.stderr)
-        return 130
 
 
 def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
