@@ -65,7 +65,7 @@ async def train_on_two_groups(world: ad.World) -> None:
             await policy.step(float(world.rank))
 
 
-def test_an_average_applied_before_any_contribution_has_its_group() -> None:
+def test_an_average_applied_before_contributions_has_its_group() -> None:
     """Regression: the first average of a rank that had joined counted as a round of rank 0's group."""
     averages = Averages()
     for rank in (2, 3):
