@@ -201,7 +201,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from asyncdist.launchers import launcher_signals
 
     with launcher_signals.heeding_children():
-        sys.exit(_main(options, rest))
+        try:
+            sys.exit(_main(options, rest))
+        except KeyboardInterrupt as interrupt:
+            if options.command != "run":  # whose ranks report the interruption
+                what = interrupt.args[0] if interrupt.args else "interrupted"
+                print(f"asyncdist {options.command}: {what}", file=sys.stderr)
+            sys.exit(130)
 
 
 def _report_similar_option(rest: Sequence[str]) -> None:
@@ -286,8 +292,6 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except local_host.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # Ctrl-C while the hosts are checked
-        return 130
 
 
 def _top(options: argparse.Namespace) -> int:
@@ -339,14 +343,6 @@ def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    try:
-        return _run_sim(options, arguments)
-    except KeyboardInterrupt as interrupt:
-        print(f"asyncdist sim: {interrupt.args[0] if interrupt.args else 'interrupted'}", file=sys.stderr)
-        return 130
-
-
-def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncdist.simulation import run_script as scripts  # imported only here, because it loads torch
     from asyncdist.simulation.exploration.fault_plans import ScriptError, read_faults
 

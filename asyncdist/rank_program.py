@@ -141,7 +141,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     elif not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     main = types.ModuleType("__main__")
-    file = os.path.join(script, "__main__.py") if archive is not None else script
+    file = os.path.abspath(os.path.join(script, "__main__.py") if archive is not None else script)
     main.__dict__.update(__file__=file, __builtins__=__builtins__, __cached__=None, __loader__=archive)
     sys.modules["__main__"] = main
     explain_shadowing()

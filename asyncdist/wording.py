@@ -24,6 +24,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s'[: count != 1]}"
 
 
+def has_or_have(things: Collection[object]) -> str:
+    """Return ``"has"`` if there is one thing, and otherwise ``"have"``."""
+    return "has" if len(things) == 1 else "have"
+
+
 def ordinal(number: int) -> str:
     """Return a number like ``"1st"``, ``"2nd"``, ``"3rd"`` or ``"11th"``."""
     ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")

@@ -42,6 +42,8 @@ RENDEZVOUS: Final[Mapping[str, Callable[[Mapping[str, str]], object]]] = {"torch
 #: Names of the programs with which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.print_mpi()"
+#: Beginning of the line with which the probe answers. MPI's profilers may print further lines at the end.
+_ANSWER: Final = "asyncdist doctor: "
 _PROBE_TIMEOUT_S: Final = 60.0
 #: Pattern for the prefix ``[host:pid]`` of lines that Open MPI prints.
 _ORIGIN: Final = re.compile(r"^\[[^\]\s]+:\d+\]")
@@ -510,8 +512,9 @@ def _probe_mpi(started: Launch, environ: Mapping[str, str], place: str) -> Mpi:
         )
     except subprocess.TimeoutExpired:
         return Mpi(error=f"MPI did not start {place} within {_PROBE_TIMEOUT_S:g} s")
-    if probe.returncode == 0 and (lines := probe.stdout.splitlines()):
-        return Mpi(**json.loads(lines[-1]))
+    answers = [line for line in probe.stdout.splitlines() if line.startswith(_ANSWER)]
+    if probe.returncode == 0 and answers:
+        return Mpi(**json.loads(answers[-1].removeprefix(_ANSWER)))
     words = _first_message(probe.stderr) or _first_message(probe.stdout) or f"exit code {probe.returncode}"
     return Mpi(error=f"MPI does not start {place}: {words}")
 
@@ -534,7 +537,7 @@ def print_mpi() -> None:
         found = _start_mpi_here(started)
     except (ImportError, RuntimeError, TransportError) as error:
         found = Mpi(error=str(error))
-    print(json.dumps(asdict(found)))
+    print(f"{_ANSWER}{json.dumps(asdict(found))}", flush=True)
 
 
 def _start_mpi_here(started: Launch) -> Mpi:

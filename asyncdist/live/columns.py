@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from asyncdist.live.counters import PolicyCounters, RankCounters, per_second
+from asyncdist.live.counters import PolicyCounters, RankCounters, per_second, policy_step, steps_per_second
 from asyncdist.validation import printable
 
 #: Seconds over which rates are computed.
@@ -48,8 +48,8 @@ class Readings:
     def add(self, counters: RankCounters) -> None:
         """Add the current counters of a rank."""
         said = self._said.setdefault(counters.rank, deque())
-        if said and (said[-1].job, said[-1].incarnation) != (counters.job, counters.incarnation):
-            said.clear()  # the counters of a new process start at 0
+        if said and _begins_anew(said[-1], counters):
+            said.clear()
         said.append(counters)
         while len(said) > 2 and _is_too_old(said, counters.time_s):
             said.popleft()
@@ -76,6 +76,13 @@ class Readings:
     def rows(self) -> list[Row]:
         """Return the latest counters of all ranks that have answered."""
         return [self.row(rank) for rank in sorted(self._said)]
+
+
+def _begins_anew(before: RankCounters, now: RankCounters) -> bool:
+    """Return whether a new process has begun, or the policy with the most steps has begun, possibly at a late step."""
+    policy = now.first_policy
+    has_begun = policy is not None and policy.step > 0 and not policy_step(before, policy.policy)
+    return has_begun or (before.job, before.incarnation) != (now.job, now.incarnation)
 
 
 def _is_too_old(said: Sequence[RankCounters], now_s: float) -> bool:
@@ -136,8 +143,7 @@ def steps_per_s(row: Row, policy: PolicyCounters | None) -> float | None:
     """Return a policy's recent steps per second, or None if they are unknown."""
     if policy is None or row.now is None or row.before is None:
         return None
-    before = next((each.step for each in row.before.policies if each.policy == policy.policy), 0)
-    return per_second(policy.step, before, row.now.time_s - row.before.time_s)
+    return steps_per_second(policy, row.before, row.now.time_s - row.before.time_s)
 
 
 def _waiting(row: Row, _: PolicyCounters | None) -> float | None:
@@ -249,7 +255,7 @@ def together(rows: Sequence[Row]) -> str:
     for row in there:
         if row.now is not None and row.before is not None:
             seconds = row.now.time_s - row.before.time_s
-            rates[0] += per_second(row.now.step, row.before.step, seconds) or 0.0
+            rates[0] += steps_per_s(row, row.now.first_policy) or 0.0
             rates[1] += per_second(row.now.received_nbytes, row.before.received_nbytes, seconds) or 0.0
     lost = {rank for row in there if row.now is not None for rank in row.now.lost}
     first = there[0].now

@@ -93,9 +93,15 @@ class RankCounters:
     lost: tuple[int, ...] = ()
 
     @property
+    def first_policy(self) -> PolicyCounters | None:
+        """The policy with the most steps, or None."""
+        return max(self.policies, key=lambda each: each.step, default=None)
+
+    @property
     def step(self) -> int:
         """Number of steps of the policy with the most steps."""
-        return max((each.step for each in self.policies), default=0)
+        policy = self.first_policy
+        return 0 if policy is None else policy.step
 
 
 def counters_of(services: Services) -> RankCounters:
@@ -144,6 +150,20 @@ def _with_unique_names(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounte
 def per_second(now: float, before: float, seconds: float) -> float | None:
     """Return the rate of a count, or None if no time has passed or the count has restarted."""
     return (now - before) / seconds if seconds > 0 and now >= before else None
+
+
+def policy_step(counters: RankCounters, policy: str) -> int:
+    """Return the number of steps of the policy with this name, or 0 if the rank does not have it."""
+    return next((each.step for each in counters.policies if each.policy == policy), 0)
+
+
+def steps_per_second(policy: PolicyCounters, before: RankCounters, seconds: float) -> float | None:
+    """Return a policy's steps per second since ``before``, or None if they are unknown.
+
+    A policy that has begun since then may have resumed at any step.
+    """
+    earlier = policy_step(before, policy.policy)
+    return per_second(policy.step, earlier, seconds) if earlier or not policy.step else None
 
 
 def to_bytes(counters: RankCounters) -> bytes:
@@ -202,8 +222,7 @@ def samples(counters: RankCounters, before: RankCounters | None = None) -> Itera
         labels = {"policy": printable(policy.policy)}
         yield Sample("steps", policy.step, labels)
         if before is not None:
-            earlier = next((each.step for each in before.policies if each.policy == policy.policy), 0)
-            rate = per_second(policy.step, earlier, counters.time_s - before.time_s)
+            rate = steps_per_second(policy, before, counters.time_s - before.time_s)
             if rate is not None:
                 yield Sample("steps_per_second", rate, labels)
         if policy.metric is not None:

@@ -131,9 +131,9 @@ def run(name: str | None) -> int:
     allow_all_text()
     console, view = Console(), JobView()
     if not console.is_terminal or console.is_dumb_terminal:
-        for _ in range(2):
-            view.ask(sockets.jobs().get(job, ()))
-            time.sleep(PERIOD_S)
+        view.ask(sockets.jobs().get(job, ()))
+        time.sleep(PERIOD_S)
+        view.ask(sockets.jobs().get(job, ()))
         console.print(view.drawn(console))
         return 0
     with contextlib.suppress(KeyboardInterrupt):

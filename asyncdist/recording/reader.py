@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,6 +136,12 @@ class Recording:
     def began_at(self) -> float:
         """Time at which the first rank began, in seconds since 1970."""
         return min(each.header.unix_s for each in self.ranks)
+
+    @property
+    def restarted(self) -> frozenset[int]:
+        """Ranks that have files of several processes."""
+        counts = Counter(each.rank for each in self.ranks)
+        return frozenset(rank for rank, count in counts.items() if count > 1)
 
 
 def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Recording:

@@ -228,16 +228,16 @@ class EventSchema:
         #: Name of the kind of events with each index in the file, or None for an ignored kind.
         self._names = tuple(None if name in self.unknown else name for name in kinds)
         types = _types_of_fields(size)
-        structs = [self._struct_of(place, name, kinds[name], types) for place, name in enumerate(kinds)]
+        structs = [self._struct_of(place, name, types) for place, name in enumerate(kinds)]
         event: Any = functools.reduce(operator.or_, structs) if structs else Literal[0]
         events: Any = GenericAlias(list, (event,))
         self._check = msgspec.msgpack.Decoder(events).decode
         self._counter = _unpacker()
 
-    def _struct_of(self, place: int, name: str, declared: Sequence[str], types: Mapping[str, Any]) -> type[Struct]:
+    def _struct_of(self, place: int, name: str, types: Mapping[str, Any]) -> type[Struct]:
         """Return the struct type for events of one kind: an array of kind index, time offset and fields."""
         is_known = name not in self.unknown
-        required = min(_REQUIRED_COUNTS.get(name, 64), len(declared)) if is_known else 0
+        required = _required_count(name) if is_known else 0
         fields: list[Any] = [("offset_us", _OFFSET)]
         for number, field in enumerate(self._fields[name]):
             known = is_known and number < len(KINDS[name])
@@ -317,8 +317,14 @@ def _unpacker() -> msgpack.Unpacker:
 
 
 def _is_known(name: str, fields: Sequence[str]) -> bool:
-    """Return whether this version knows a kind of events. Last fields of the kind may be missing or new."""
-    return name in KINDS and all(theirs == ours for theirs, ours in zip(fields, KINDS[name], strict=False))
+    """Return whether this version knows a kind of events. Optional fields may be missing, and there may be new ones."""
+    if name not in KINDS or len(fields) < _required_count(name):
+        return False
+    return all(theirs == ours for theirs, ours in zip(fields, KINDS[name], strict=False))
+
+
+def _required_count(name: str) -> int:
+    return _REQUIRED_COUNTS.get(name, len(KINDS[name]))
 
 
 def why_refused(error: Exception) -> str:

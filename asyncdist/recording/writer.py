@@ -60,8 +60,10 @@ _POLICY: Final = _CODES["policy"]
 _TOLD: Final = _CODES["told"]
 
 
-def _plain(value: Any) -> int | float:
-    """Convert a number of NumPy or torch, which MessagePack cannot represent, to a number of Python."""
+def _plain(value: Any) -> int | float | str:
+    """Convert a number of NumPy or torch, or a subclass of str, which MessagePack cannot represent."""
+    if isinstance(value, str):
+        return str.__str__(value)
     if hasattr(value, "item"):
         number: int | float = value.item()
         return number

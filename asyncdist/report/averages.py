@@ -152,5 +152,8 @@ class Averages:
         return sorted(found, key=lambda each: (min(each.first_s, np.inf), each.key))
 
     def _find(self, rank: int, place: tuple[int, int], event: Event) -> Average:
-        key = AverageKey(*place, self._groups.get((rank, *place), 0), int(event.get("round")))
+        # A rank that has joined may apply its donors' average before it contributes.
+        ranks = [rank, *((event.get("donors") or ()) if event.kind == "applied" else ())]
+        group = next((self._groups[each, *place] for each in ranks if (each, *place) in self._groups), 0)
+        key = AverageKey(*place, group, int(event.get("round")))
         return self._rounds.setdefault(key, Average(key, int(event.get("fragment"))))

@@ -1,6 +1,7 @@
 """Aligns the clocks of a recording's hosts.
 
-The ranks of a host share a monotonic clock, and therefore one offset, taken from the rank that began first. Hosts are
+The ranks of a host share a monotonic clock, and therefore one offset, taken from the rank that began first. Machines
+with the same hostname have clocks that differ by much more than wall clocks, and are separate hosts. Hosts are
 aligned by their wall clocks, which may differ by milliseconds. If a message would then arrive before it was sent, the
 receiving host's clock is moved forward by the least time that corrects this. These times are longest paths in the graph
 of such constraints (Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets correct
@@ -11,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from asyncdist.recording.events import whole
@@ -21,6 +22,8 @@ from asyncdist.recording.reader import RankRecording, Recording
 
 #: Maximum number of passes over all pairs of hosts. A correction that needs more contradicts itself.
 _ROUND_COUNT_MAX: Final = 64
+#: Seconds by which the wall clock of a machine may be set during a job.
+_OFFSET_S: Final = 5.0
 
 
 class Clocks:
@@ -36,15 +39,21 @@ class Clocks:
         self.shifts: dict[str, float] = {}
         self.began_at_s = 0.0
         self._first_s = {each.path: _first_time_of(each) for each in recording.ranks}
-        self._hosts = {each.path: _host_of(each) for each in recording.ranks}
+        self._hosts: dict[Path, str] = {}
         self._offsets: dict[str, float] = {}
         for each in sorted(recording.ranks, key=lambda each: each.header.unix_s):
             offset = each.header.unix_s - each.header.clock_s
-            self._offsets.setdefault(self._hosts[each.path], offset)
+            host = self._hosts[each.path] = self._host_of(each.header.hostname, offset)
+            self._offsets.setdefault(host, offset)
         self._set_zero(recording)
         if len(self._offsets) > 1:
             self._correct(recording)
             self._set_zero(recording)
+
+    def _host_of(self, hostname: str, offset_s: float) -> str:
+        """Return the hostname, with a number if an earlier machine with this hostname has another clock."""
+        names = (hostname if number == 1 else f"{hostname} {number}" for number in itertools.count(1))
+        return next(name for name in names if abs(self._offsets.get(name, offset_s) - offset_s) <= _OFFSET_S)
 
     def _set_zero(self, recording: Recording) -> None:
         for _ in range(2):  # the first pass uses seconds since 1970, which are exact only to a quarter of a microsecond
@@ -93,10 +102,6 @@ def _first_time_of(each: RankRecording) -> float:
     return min([each.header.clock_s, *(event.time_s for event in itertools.islice(each.events(), 1))])
 
 
-def _host_of(each: RankRecording) -> str:
-    return each.header.hostname
-
-
 def messages(
     recording: Recording, clocks: Clocks, wanted: Callable[[Line], bool] | None = None
 ) -> tuple[dict[Line, array[float]], dict[Line, array[float]]]:
@@ -105,14 +110,11 @@ def messages(
     The k-th send with a key belongs to the k-th receive with that key. Messages of restarted ranks are omitted, because
     messages to an earlier process may be lost. ``wanted`` returns whether to include a key.
     """
-    counts: dict[int, int] = defaultdict(int)
-    for each in recording.ranks:
-        counts[each.rank] += 1
-    once = {rank for rank, count in counts.items() if count == 1}
+    restarted = recording.restarted
     sent: dict[Line, array[float]] = {}
     received: dict[Line, array[float]] = {}
     for each in recording.ranks:
-        if each.rank not in once:
+        if each.rank in restarted:
             continue
         offset = clocks.offset(each)
         for event in each.events():
@@ -124,6 +126,6 @@ def messages(
                 line, into = (other, each.rank, whole(event.fields[1])), received
             else:
                 continue
-            if other in once and (wanted is None or wanted(line)):
+            if other not in restarted and (wanted is None or wanted(line)):
                 into.setdefault(line, array("d")).append(event.time_s + offset)
     return sent, received

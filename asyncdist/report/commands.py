@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from asyncdist.errors import AsyncdistError
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.recording.file_errors import why_not_written
 from asyncdist.validation import printable
 from asyncdist.wording import plural
 
 
-class _WriteError(Exception):
+class _WriteError(AsyncdistError):
     """The file or folder given with -o cannot be written."""
 
 
@@ -83,54 +84,47 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the chosen command, and return the exit code."""
+    """Run the chosen command, and return the exit code. Print errors about a recording or a file in one line."""
     try:
         return int(options.call(options))
-    except KeyboardInterrupt:
-        print(f"asyncdist {options.command}: interrupted", file=sys.stderr)
-        return 130
+    except (AsyncdistError, OSError) as error:
+        return refuse(options.command, error)
 
 
 def run_report(folder: str, job: str | None, out: str | None) -> int:
     """Write the HTML page of a recording, and return the exit code."""
-    from asyncdist.recording.reader import RecordingError, read_recording
+    from asyncdist.recording.reader import read_recording
 
     try:
         from asyncdist.report.page import render
     except ImportError as error:
         return refuse("report", f"the report needs plotly ({error}): pip install 'asyncdist[report]'")
-    try:
-        recording = read_recording(folder, job)
-        path = Path(out or f"{recording.job}.html")
-        page = render(recording)
-        from asyncdist.report.whole_files import whole_file  # imported only here, because it imports tempfile
+    recording = read_recording(folder, job)
+    path = Path(out or f"{recording.job}.html")
+    page = render(recording)
+    from asyncdist.report.whole_files import whole_file  # imported only here, because it imports tempfile
 
-        with _writing("the page", "a file in an existing folder"), whole_file(path) as file:
-            file.write_text(page, encoding="utf-8")
-    except (RecordingError, _WriteError, OSError) as error:
-        return refuse("report", error)
+    with _writing("the page", "a file in an existing folder"), whole_file(path) as file:
+        file.write_text(page, encoding="utf-8")
     return _print_path("report", path, f"{path.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[str]) -> int:
     """Write the trace of a recording, and return the exit code."""
-    from asyncdist.recording.reader import RecordingError, read_recording
-    from asyncdist.report.trace import TraceError, write_trace
+    from asyncdist.recording.reader import read_recording
+    from asyncdist.report.trace import write_trace
 
-    try:
-        recording = read_recording(folder, job)
-        path = Path(out or f"{recording.job}.trace.json.gz")
-        with _writing("the trace", "a file in an existing folder"):
-            count = write_trace(recording, path, [Path(each) for each in profiles])
-    except (RecordingError, TraceError, _WriteError, OSError) as error:
-        return refuse("trace", error)
+    recording = read_recording(folder, job)
+    path = Path(out or f"{recording.job}.trace.json.gz")
+    with _writing("the trace", "a file in an existing folder"):
+        count = write_trace(recording, path, [Path(each) for each in profiles])
     what = f"{count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev"
     return _print_path("trace", path, what)
 
 
 def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
     """Write the tables of a recording, and return the exit code."""
-    from asyncdist.recording.reader import RecordingError, read_recording
+    from asyncdist.recording.reader import read_recording
     from asyncdist.report import tables
 
     try:
@@ -141,21 +135,16 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
             files = write(recording, to)
     except ImportError as error:  # pyarrow is not installed, or refuses the installed numpy
         return refuse("export", f"--format parquet needs pyarrow ({error}): pip install 'asyncdist[parquet]'")
-    except (RecordingError, _WriteError, OSError) as error:
-        return refuse("export", error)
     return _print("export", f"wrote {plural(len(files), 'table')} to {to}: {', '.join(file.name for file in files)}")
 
 
 def run_query(folder: str, job: str | None, statement: str) -> int:
     """Print the result of an SQL query, as a table on a terminal and otherwise as CSV. Return the exit code."""
-    from asyncdist.recording.reader import RecordingError, read_recording
+    from asyncdist.recording.reader import read_recording
     from asyncdist.report import sql
 
-    try:
-        names, found = sql.query(read_recording(folder, job), statement)
-        return print_to("query", lambda: _print_rows(names, found))
-    except (RecordingError, sql.QueryError) as error:
-        return refuse("query", error)
+    names, found = sql.query(read_recording(folder, job), statement)
+    return print_to("query", lambda: _print_rows(names, found))
 
 
 def _print_rows(names: Sequence[str], found: Iterable[Sequence[object]]) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from asyncdist.report.slow_ranks import ranks_at_start, slow_ranks_in_words
 from asyncdist.report.summary import Round, Summary
-from asyncdist.wording import plural, ranks_in_words, seconds_in_words, size_in_words
+from asyncdist.wording import has_or_have, plural, ranks_in_words, seconds_in_words, size_in_words
 
 #: A first step that ends later than this number of median step times is mentioned.
 _LATE_START_STEPS: Final = 3.0
@@ -47,7 +47,7 @@ def _ends(summary: Summary) -> Iterator[str]:
         yield f"{ranks_at_start(others)} ended with other errors."
     open_ended = [rank for rank, error in summary.ends.items() if error is None]
     if open_ended:
-        have = "has" if len(open_ended) == 1 else "have"
+        have = has_or_have(open_ended)
         yield f"{ranks_at_start(open_ended)} {have} no end of main in the recording: killed, stopped, or still running."
     without = sorted(set(range(summary.size)) - summary.ends.keys())
     if without:

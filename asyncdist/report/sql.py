@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from asyncdist.errors import AsyncdistError
 from asyncdist.recording.events import KINDS
 from asyncdist.recording.reader import Recording
 from asyncdist.report.tables import Value, columns_of, rows
@@ -17,7 +18,7 @@ _ALLOWED: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3
 _INSTRUCTIONS_BETWEEN: Final = 100_000
 
 
-class QueryError(Exception):
+class QueryError(AsyncdistError):
     """A query cannot be answered. The message is one line for the user."""
 
 

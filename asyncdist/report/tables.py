@@ -79,7 +79,10 @@ def _plain(field: Any) -> Value:
 
 
 def export_csv(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table of a recording as ``KIND.csv``, unless it is empty, and return the files."""
+    """Write each table of a recording as ``KIND.csv``, unless it is empty, and return the files.
+
+    Remove earlier tables.
+    """
     writers: dict[str, Any] = {}
     with whole_folder(folder) as written, contextlib.ExitStack() as files:
         for table, row in rows(recording, (*KINDS, "ranks")):
@@ -88,13 +91,13 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
                 writers[table] = csv.writer(file)
                 writers[table].writerow(columns_of(table))
             writers[table].writerow(row)
-    return [folder / f"{table}.csv" for table in writers]
+    return _only_written(folder, "csv", writers)
 
 
 def export_parquet(recording: Recording, folder: Path) -> list[Path]:
     """Write each table of a recording as ``KIND.parquet``, unless it is empty, and return the files.
 
-    Requires pyarrow.
+    Remove earlier tables. Requires pyarrow.
     """
     import pyarrow
     import pyarrow.parquet
@@ -127,4 +130,13 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
         for table, batch in waiting.items():
             if batch:
                 write(table)
-    return [folder / f"{table}.parquet" for table in writers]
+    return _only_written(folder, "parquet", writers)
+
+
+def _only_written(folder: Path, suffix: str, written: Collection[str]) -> list[Path]:
+    """Return the files of the written tables, and remove other tables, which an earlier export has written."""
+    for table in (*KINDS, "ranks"):
+        path = folder / f"{table}.{suffix}"
+        if table not in written and path.is_file():
+            path.unlink()
+    return [folder / f"{table}.{suffix}" for table in written]

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from asyncdist.errors import AsyncdistError
 from asyncdist.recording.events import KINDS, Event
 from asyncdist.recording.reader import RankRecording, Recording
 from asyncdist.report.clock_alignment import Clocks
@@ -65,7 +66,7 @@ _PROFILER_ARROWS: Final = 1 << 62
 _PROFILE_NBYTES_MAX: Final = 1 << 30
 
 
-class TraceError(Exception):
+class TraceError(AsyncdistError):
     """A trace cannot be written. The message is one line for the user."""
 
 
@@ -151,8 +152,7 @@ class _Arrows:
     """
 
     def __init__(self, recording: Recording) -> None:
-        counts = Counter(each.rank for each in recording.ranks)
-        self._restarted = {rank for rank, count in counts.items() if count > 1}
+        self._restarted = recording.restarted
         self._lines: dict[tuple[int, int, int], int] = {}
         self._begun_us: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
         self._ended_counts: defaultdict[int, int] = defaultdict(int)

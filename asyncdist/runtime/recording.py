@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.polling import clock_of
+from asyncdist.messaging.services import event_clock_of
 from asyncdist.recording.events import BEFORE_WORLD, Field
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.sleeps import set_sleeps_by
@@ -49,7 +49,7 @@ class Recording:
         self._sent_before_count = 0  # number of messages sent before the world was open
         self._leave_loop: Callable[[], None] = lambda: None
         if options is not None:
-            self._writer = RecordWriter(options, clock_of(loop), transport.rank)
+            self._writer = RecordWriter(options, event_clock_of(loop), transport.rank)
             self.transport = RecordedTransport(transport, functools.partial(self._note_message, self._writer))
             self._recorded = RecordedEngine(self.transport, loop, self._writer)
         self.engine: Engine = self._recorded or Engine(transport, loop)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncdist import validation
-from asyncdist.simulation.distributions import Duration, LogNormal, check_duration, check_number, sampler
+from asyncdist.simulation.distributions import Duration, LogNormal, check_duration, check_number, sampler, store
 from asyncdist.simulation.faults import Fault, check_plan
 from asyncdist.simulation.links import Network, check_ranks
 
@@ -40,16 +40,17 @@ class Compute:
     overrun_probability: float | None = None
 
     def __post_init__(self) -> None:
-        check_duration("step_s", self.step_s)
-        check_duration("pause_s", self.pause_s)
-        validation.fraction("pause_probability", self.pause_probability)
+        store(self, "step_s", check_duration("step_s", self.step_s))
+        store(self, "pause_s", check_duration("pause_s", self.pause_s))
+        store(self, "pause_probability", validation.fraction("pause_probability", self.pause_probability))
         if self.overrun_probability is not None:
-            validation.fraction("overrun_probability", self.overrun_probability)
+            probability = validation.fraction("overrun_probability", self.overrun_probability)
+            store(self, "overrun_probability", probability)
         factors: Any = self.factors
         if not isinstance(factors, Mapping):
             validation.refuse("factors", factors, "a dict that maps ranks to factors", TypeError)
-        for rank, factor in self.factors.items():
-            check_number(f"the compute factor of rank {rank}", factor)
+        checked = {rank: check_number(f"the compute factor of rank {rank}", factor) for rank, factor in factors.items()}
+        store(self, "factors", checked)
 
     def check_ranks(self, size: int) -> None:
         """Raise ValueError if ``factors`` names a rank that does not exist."""

@@ -21,10 +21,19 @@ if not cython.compiled:  # compiled code calls C's math functions instead of Pyt
     from math import cos, exp, log, sin, sqrt
 
 
-def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Raise unless ``value`` is a finite number >= 0, or > 0 if ``above_zero`` is true."""
+def check_number(name: str, value: Any, *, above_zero: bool = False) -> float:
+    """Return ``value``, converted to Python's float if it is another library's number, such as NumPy's.
+
+    Raise ValueError unless it is a finite number >= 0, or > 0 if ``above_zero`` is true.
+    """
     allowed = f"{'>' if above_zero else '>='} 0 and finite"
-    validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
+    number = validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
+    return value if type(value) is int else number
+
+
+def store(model: Any, field: str, value: Any) -> None:
+    """Replace a field of a frozen dataclass by its checked value."""
+    object.__setattr__(model, field, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,8 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
-        check_number("Uniform.low", self.low)
-        check_number("Uniform.high", self.high)
+        store(self, "low", check_number("Uniform.low", self.low))
+        store(self, "high", check_number("Uniform.high", self.high))
         if self.high < self.low:
             raise ValueError(f"Uniform.high must be >= low={self.low}, got {self.high}")
 
@@ -52,7 +61,7 @@ class Exponential:
     mean: float
 
     def __post_init__(self) -> None:
-        check_number("Exponential.mean", self.mean)
+        store(self, "mean", check_number("Exponential.mean", self.mean))
 
     def draw(self, rng: random.Random) -> float:
         """Sample one duration, in seconds."""
@@ -67,8 +76,10 @@ class LogNormal:
     sigma: float = 0.5
 
     def __post_init__(self) -> None:
-        check_number("LogNormal.median", self.median)
-        validation.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
+        store(self, "median", check_number("LogNormal.median", self.median))
+        sigma = validation.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
+        if type(self.sigma) is not int:
+            store(self, "sigma", sigma)
 
     def draw(self, rng: random.Random) -> float:
         """Sample one duration, in seconds."""
@@ -106,10 +117,9 @@ class LogNormalSampler:
 Duration: TypeAlias = float | int | Uniform | Exponential | LogNormal
 
 
-def check_duration(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a non-negative number or a distribution."""
-    if not isinstance(value, (Uniform, Exponential, LogNormal)):
-        check_number(name, value)
+def check_duration(name: str, value: Any) -> Duration:
+    """Return ``value``, a distribution or a number that :func:`check_number` accepts and converts."""
+    return value if isinstance(value, (Uniform, Exponential, LogNormal)) else check_number(name, value)
 
 
 def draw(duration: Duration, rng: random.Random) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import validation
-from asyncdist.simulation.distributions import check_number
+from asyncdist.simulation.distributions import check_number, store
 from asyncdist.simulation.links import check_ranks
 
 
@@ -184,13 +184,13 @@ KILLING: Final = (Kill,)
 
 
 def _check(fault: Fault, *names: str) -> None:
-    """Raise an error if a number is out of range, or a time span is negative. Convert numpy integers to int."""
+    """Raise an error if a number is out of range, or a time span is negative. Convert numbers of NumPy."""
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):
-            object.__setattr__(fault, name, validation.count(what, value))
+            store(fault, name, validation.count(what, value))
         else:
-            check_number(what, value)
+            store(fault, name, check_number(what, value))
     at_s, until_s = getattr(fault, "at_s", None), getattr(fault, "until_s", None)
     if at_s is not None and until_s is not None and until_s < at_s:
         raise ValueError(f"until_s must be >= at_s={at_s} in {type(fault).__name__}, got {until_s}")

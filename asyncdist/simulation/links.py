@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncdist import validation
-from asyncdist.simulation.distributions import Duration, LogNormal, Uniform, check_duration, check_number, sampler
+from asyncdist.simulation.distributions import (
+    Duration,
+    LogNormal,
+    Uniform,
+    check_duration,
+    check_number,
+    sampler,
+    store,
+)
 
 _PACKET_NBYTES: Final = 1500  # Ethernet's largest payload
 
@@ -38,8 +46,9 @@ class Link:
     bandwidth_nbytes_per_s: float = 10e9
 
     def __post_init__(self) -> None:
-        check_duration("latency_s", self.latency_s)
-        check_number("bandwidth_nbytes_per_s", self.bandwidth_nbytes_per_s, above_zero=True)
+        store(self, "latency_s", check_duration("latency_s", self.latency_s))
+        bandwidth = check_number("bandwidth_nbytes_per_s", self.bandwidth_nbytes_per_s, above_zero=True)
+        store(self, "bandwidth_nbytes_per_s", bandwidth)
 
     def latency_sampler(self, rng: random.Random) -> Callable[[], float]:
         """Return a function that samples the latency of one message, in seconds."""
@@ -76,7 +85,8 @@ class Network:
         if self.ranks_per_host is not None:
             validation.count("ranks_per_host", self.ranks_per_host, besides=" or None")
         if self.host_bandwidth_nbytes_per_s is not None:
-            check_number("host_bandwidth_nbytes_per_s", self.host_bandwidth_nbytes_per_s, above_zero=True)
+            bandwidth = check_number("host_bandwidth_nbytes_per_s", self.host_bandwidth_nbytes_per_s, above_zero=True)
+            store(self, "host_bandwidth_nbytes_per_s", bandwidth)
             if self.ranks_per_host is None:
                 raise ValueError(
                     "ranks_per_host must be set with "
@@ -91,7 +101,7 @@ class Network:
         for pair in links:
             if not isinstance(pair, tuple) or [type(rank) for rank in pair] != [int, int]:
                 validation.refuse("a key of links", pair, "a pair of ranks (source, dest)")
-        check_duration("loss_detection_s", self.loss_detection_s)
+        store(self, "loss_detection_s", check_duration("loss_detection_s", self.loss_detection_s))
         for name, link in (("link", self.link), ("cross_link", self.cross_link), *self.links.items()):
             if not isinstance(link, Link):
                 raise TypeError(f"Network: {name} must be a Link, got {link!r}")

@@ -30,6 +30,7 @@ cdef class Turns:
     cdef bint _has_turn
     cdef bint _running
     cdef Py_ssize_t _turns_in_a_row
+    cdef bint _has_free_safe_points
     cdef Py_ssize_t _read_count
     cdef object _take_turn
     cdef object _take_up

@@ -14,7 +14,6 @@ import contextvars
 import logging
 import math
 import sys
-from asyncio import Future
 from collections.abc import Callable
 from contextvars import copy_context
 from types import MethodType
@@ -109,6 +108,7 @@ class Turns:
         self._has_turn = False
         self._running = False
         self._turns_in_a_row = 0
+        self._has_free_safe_points = False
         self._read_count = 0  # number of clock reads and sleeps in the running callback
         self._take_turn = self._turn  # methods are bound once, because binding them for each turn would be slower
         self._take_up = self._resume
@@ -145,9 +145,10 @@ class Turns:
         scheduler = self._scheduler
         in_vain = scheduler.idle_turn_count >= _IDLE_TURN_COUNT_OF_A_RANK * scheduler.pending_count
         if self._turns_in_a_row > TURN_COUNT_MAX or (in_vain and scheduler.has_only(_is_next_turn)):
+            free = ", or at safe points that take no time (Compute.step_s is 0)" if self._has_free_safe_points else ""
             raise EndlessLoopError(
                 f"rank {self.rank} took {self._turns_in_a_row} turns in a row until {scheduler.now:.9f} s of virtual "
-                "time, because a task of it loops without waiting",
+                f"time, because a task of it loops without waiting{free}",
                 rank=self.rank,
             )
 
@@ -306,8 +307,9 @@ class Turns:
         self._ready[self._ready_count_before :] = timers + [handle for handle in late if not isinstance(handle, Timer)]
 
     def has_computed(self) -> None:
-        """Record that user code has reached a safe point, so that this turn does not count as idle."""
+        """Record that user code has computed for no time at a safe point, so that this turn does not count as idle."""
         self._scheduler.idle_turn_count = 0
+        self._has_free_safe_points = True
 
     def _do_deferred(self) -> None:
         deferred, self._deferred = self._deferred, []
@@ -353,10 +355,6 @@ class Turns:
     def set_debug(self, enabled: bool) -> None:
         """Set asyncio's debug mode: futures and tasks store where they were created. Slow callbacks are not logged."""
         self._debug = enabled
-
-    def create_future(self) -> Future[Any]:
-        """Create a future of this loop."""
-        return Future(loop=self)  # type: ignore[arg-type]
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
         """Schedule a callback for the next iteration of the rank's loop."""

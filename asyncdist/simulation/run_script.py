@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib.machinery
 import importlib.util
-import io
 import itertools
 import os
 import random
@@ -21,11 +21,13 @@ import shlex
 import shutil
 import sys
 import time
+import types
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import greenlet
 import numpy as np
@@ -88,7 +90,7 @@ class Script:
 
         A fault that does not fire is a failure. An exception that a signal of the plan raises is not.
         """
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(_null_file()), contextlib.redirect_stderr(_null_file()):
             ended = execute(self, seed, self.faults if faults is None else tuple(faults))
         if ended.error is not None and not _is_end_by_signal(ended.error, ended.report):
             raise ended.error
@@ -128,7 +130,10 @@ class Script:
     def run_file(self) -> None:
         """Run the script's file as ``__main__``, on its own, or as a module so that relative imports work."""
         if not self.module:
-            runpy.run_path(self.path, run_name="__main__")
+            if zipfile.is_zipfile(self.path):
+                runpy.run_path(self.path, run_name="__main__")
+            else:
+                _run_plain_file(self.path)
             return
         spec = importlib.util.find_spec(self.module)
         if spec is None or spec.origin is None or not os.path.samefile(spec.origin, self.path):
@@ -145,8 +150,12 @@ class Script:
     def begin_process(self, rank: int) -> None:
         """Do nothing, because a script needs no preparation beyond its random states."""
 
-    def on_world_opened(self, rank: int) -> None:
-        """Do nothing when a script that has no main function opens its world. Subclasses override this method."""
+    def on_world_opened(self, rank: int, frame: types.FrameType | None) -> None:
+        """Do nothing when a script that has no main function opens its world. Subclasses override this method.
+
+        Args:
+            frame: Innermost frame of the stack on which the script runs.
+        """
 
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
         """Return the command line that runs the script with one seed."""
@@ -158,6 +167,34 @@ class Script:
         if self.arguments and self.arguments[0].startswith("-"):  # asyncdist may have an option of the same name
             options.append("--")
         return f"{hash_seed_prefix(default='0')}{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
+
+
+class _ScriptLoader(importlib.machinery.SourceFileLoader):
+    """Loads a script without a file of compiled code."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _run_plain_file(path: str) -> None:
+    """Run a script as ``__main__``. As in Python, ``__file__`` is absolute, since the script may change the folder."""
+    main, outside = types.ModuleType("__main__"), sys.modules["__main__"]
+    main.__file__ = os.path.abspath(path)
+    sys.modules["__main__"] = main
+    try:
+        _ScriptLoader("__main__", path).exec_module(main)
+    finally:
+        sys.modules["__main__"] = outside
+
+
+@functools.cache
+def _null_descriptor() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
+
+
+def _null_file() -> TextIO:
+    """Return a file that drops its output. Its descriptor stays open, because a logger may keep the file."""
+    return open(_null_descriptor(), "w", encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _command() -> str:
@@ -235,7 +272,7 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
         run_local_override.set(host.run_local if script.is_local else None),
     )
     try:
-        with _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
+        with contextlib.chdir("."), _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
             number = random.Random(f"{seed} script").getrandbits(63)  # differs from any seed that the script may set
             random.seed(number)
             np.random.seed(number % 2**32)
@@ -273,6 +310,7 @@ def _run_main(script: Script, host: _Host) -> None:
     """
 
     def run() -> None:
+        os.chdir(folder)  # an earlier rank's script may have changed it
         try:
             script.run_file()
         except SystemExit as ended:
@@ -285,27 +323,27 @@ def _run_main(script: Script, host: _Host) -> None:
     async def main(world: World) -> None:
         caller = SwitchingCaller(world, is_of_script=True)
         if world.rank or world.incarnation:
-            caller.on_opened = functools.partial(script.on_world_opened, world.rank)
+            caller.on_opened = lambda: script.on_world_opened(world.rank, sys._getframe())
             script.begin_process(world.rank)
             await caller.run(run)
         else:
-            script.on_world_opened(0)
+            script.on_world_opened(0, first.gr_frame)
             await caller.continue_stack(first)
 
     def ask() -> SwitchingCaller:
         caller: SwitchingCaller = here.switch()
         return caller
 
-    here, first = greenlet.getcurrent(), greenlet.greenlet(functools.partial(call_at_bottom, run))
+    folder, here, first = os.getcwd(), greenlet.getcurrent(), greenlet.greenlet(functools.partial(call_at_bottom, run))
     first.gr_context = contextvars.copy_context()
     first.gr_context.run(ask_for_world.set, ask)
+    outside, argument = sys.modules["__main__"], sys.argv[0]
     first.switch()
     if not first.dead:
-        program, argument = sys.modules["__main__"], sys.argv[0]
         try:
             host(main, (), strict=False)
         finally:
-            sys.modules["__main__"], sys.argv[0] = program, argument
+            sys.modules["__main__"], sys.argv[0] = outside, argument
 
 
 def _is_end_by_signal(error: BaseException, report: SimReport[Any] | None) -> bool:

@@ -66,6 +66,8 @@ _COLLECTING_RANKS_MAX: Final = 1024
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
+#: Whether a script is replayed. Its own simulations could then replace the recording.
+keeps_recordings: ContextVar[bool] = ContextVar("keeps_recordings", default=False)
 #: Function that returns a replacement for a rank's recording, given the rank's transport and loop. A replay sets it.
 instrument: ContextVar[Callable[[Transport, Any], Any] | None] = ContextVar("instrument", default=None)
 
@@ -121,10 +123,12 @@ def simulate(
     """
     validation.main_function(main, args)
     arguments = Arguments.checked(ranks, seed, network, compute, faults)
+    if record is not None and keeps_recordings.get():
+        validation.refuse("record", record, "None in a replayed script, because the recording would be replaced")
     recorded = RecordOptions.of(record, record_limit_nbytes, replaces=True)
     options = RankOptions(strict=strict, record=recorded, instrument=instrument.get())
     if until_s is not None:
-        check_number("until_s", until_s)
+        until_s = check_number("until_s", until_s)
     if after_event is not None and not callable(after_event):
         raise TypeError(f"after_event must be a function without arguments, got {after_event!r}")
     if is_loop_running():

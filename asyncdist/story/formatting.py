@@ -11,7 +11,7 @@ from typing import Final
 from asyncdist.story.facts import RankStory, Wait
 from asyncdist.story.waiting import awaited_ranks, cycle, in_display_order, stuck_ranks
 from asyncdist.validation import printable
-from asyncdist.wording import ordinal, plural, ranks_in_words, seconds_in_words
+from asyncdist.wording import has_or_have, ordinal, plural, ranks_in_words, seconds_in_words
 
 #: Maximum number of ranks whose details are all shown. In larger jobs, only ranks that compute or block have details.
 DETAIL_COUNT_MAX: Final = 8
@@ -114,7 +114,7 @@ def _describe_main(story: RankStory, stories: Mapping[int, RankStory]) -> str:
         return f"{story.state}{since} in {story.line}{inner}: its event loop does not run"
     if story.state == "returned":
         others = [rank for rank, its in stories.items() if its.state != "returned"]
-        rest = f"; {ranks_in_words(others)} {'has' if len(others) == 1 else 'have'} not" if others else ""
+        rest = f"; {ranks_in_words(others)} {has_or_have(others)} not" if others else ""
         return f"has returned from main{_since(wait)}{rest}"
     return "runs" if wait is None else _describe_wait(wait, story, stories)
 
@@ -213,6 +213,6 @@ def _messages_on_other_tags(stories: Mapping[int, RankStory]) -> list[str]:
             if channel.sent_count and lacking:
                 lines.append(
                     f"  rank {rank} has sent {channel.sent_count} on {channel.name}, tag {channel.tag}, "
-                    f"which {ranks_in_words(lacking)} {'has' if len(lacking) == 1 else 'have'} not opened"
+                    f"which {ranks_in_words(lacking)} {has_or_have(lacking)} not opened"
                 )
     return lines

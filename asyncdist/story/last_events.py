@@ -11,7 +11,7 @@ from asyncdist.recording.message_counts import MessageCounts
 from asyncdist.recording.reader import RankRecording, Recording, read_recording
 from asyncdist.story.event_texts import ABORT, describe_events
 from asyncdist.validation import printable
-from asyncdist.wording import plural, ranks_in_words, seconds_in_words
+from asyncdist.wording import has_or_have, plural, ranks_in_words, seconds_in_words
 
 #: Maximum number of events that are shown for each rank.
 EVENT_COUNT_MAX: Final = 3
@@ -63,7 +63,7 @@ def describe_recording(folder: str, job: str | None = None) -> str:
     ]
     ended = [rank for rank, each in ranks.items() if each.over == ""]
     if ended:
-        lines.append(f"  {ranks_in_words(ended)} {_has_or_have(ended)} returned from main")
+        lines.append(f"  {ranks_in_words(ended)} {has_or_have(ended)} returned from main")
     others = sorted((rank for rank in ranks if rank not in ended), key=lambda rank: (ranks[rank].last_s, rank))
     if others:
         lines += _host_reports(ranks, end_s)
@@ -72,10 +72,6 @@ def describe_recording(folder: str, job: str | None = None) -> str:
     if len(others) > RANK_COUNT_MAX:
         lines.append(f"  and {len(others) - RANK_COUNT_MAX} more")
     return "\n".join(map(printable, lines))
-
-
-def _has_or_have(ranks: list[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def _title(recording: Recording, end_s: float) -> str:

@@ -5,7 +5,9 @@ Each command must end with exit code 0, or with 2 and one printable line, and mu
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import io
 import os
 import random
@@ -171,12 +173,17 @@ def _check_replay(folder: Path) -> int:
 
 
 def _commands(folder: Path, *, with_page: bool) -> Iterator[tuple[str, Callable[[], int]]]:
+    path = str(folder)
+    calls: dict[str, Callable[[object], int]] = {
+        "trace": lambda _: commands.run_trace(path, None, None, []),
+        "export": lambda _: commands.run_export(path, None, None, "csv"),
+        "parquet": lambda _: commands.run_export(path, None, None, "parquet"),
+        "query": lambda _: commands.run_query(path, None, f"SELECT * FROM ranks, {_EVERYTHING}"),
+    }
     if with_page:
-        yield "report", lambda: commands.run_report(str(folder), None, None)
-    yield "trace", lambda: commands.run_trace(str(folder), None, None, [])
-    yield "export", lambda: commands.run_export(str(folder), None, None, "csv")
-    yield "parquet", lambda: commands.run_export(str(folder), None, None, "parquet")
-    yield "query", lambda: commands.run_query(str(folder), None, f"SELECT * FROM ranks, {_EVERYTHING}")
+        calls["report"] = lambda _: commands.run_report(path, None, None)
+    for name, call in calls.items():
+        yield name, functools.partial(commands.run, argparse.Namespace(command=name, call=call))
     yield "story", lambda: story.run(str(folder))
 
 

@@ -70,6 +70,17 @@ def test_what_is_no_module(package: Path, words: list[str], told: str) -> None:
     assert line.startswith("asyncdist run: ") and told in line
 
 
+def test_a_script_that_changes_the_folder_finds_its_file(tmp_path: Path) -> None:
+    """Regression: ``__file__`` was relative, so that a recording named a file that did not exist."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nos.chdir('elsewhere')\nprint(__file__, os.path.exists(__file__), sys.argv)\n"
+    )
+    programs = [[rank_program.PROGRAM, "script.py", "a"], ["script.py", "a"]]
+    runs = [subprocess.run([sys.executable, *p], capture_output=True, text=True, cwd=tmp_path) for p in programs]
+    assert runs[0].stdout == runs[1].stdout == f"{tmp_path / 'script.py'} True ['script.py', 'a']\n", runs
+
+
 @pytest.mark.parametrize("name", ["__main__.py", "other.py"])
 def test_an_archive_is_run_as_python_runs_it(tmp_path: Path, name: str) -> None:
     """Regression: a zipapp was refused as invalid Python."""

@@ -13,7 +13,8 @@ import pytest
 
 import asyncdist as ad
 from asyncdist.runtime.failing.failure import Everybody
-from asyncdist.simulation import simulate
+from asyncdist.simulation import Compute, simulate
+from asyncdist.simulation.scheduler import EndlessLoopError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,20 @@ def test_the_end_of_many_ranks_looks_at_each_of_them_once() -> None:
 
 
 # -- what asyncio lets one set ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_loop_without_end_is_explained(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: many safe points without computing time were called a loop without waiting."""
+    monkeypatch.setattr("asyncdist.simulation.rank_turns.TURN_COUNT_MAX", 1000)
+
+    async def main(world: ad.World) -> None:
+        while True:
+            await (world.safe_point() if is_free else asyncio.sleep(0))
+
+    with pytest.raises(EndlessLoopError) as caught:
+        simulate(main, ranks=1, compute=Compute(step_s=0.0))
+    assert ("step_s" in str(caught.value)) == is_free
 
 
 def test_a_ranks_exception_handler_gets_its_own_exceptions(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,30 @@ def test_draws_of_an_unseeded_rank_follow_from_seed_and_rank() -> None:
     other = simulate(draw_on_each_rank, None, ranks=3, seed=6)
     drawn = [tuple(result) for report in (first, other) for result in report.results]
     assert len(set(drawn)) == 6, "all ranks and seeds must draw different numbers"
+
+
+@pytest.mark.parametrize("inherited", [(), ("numpy",)])
+def test_a_rank_may_have_another_generator_of_numpy(inherited: tuple[str, ...]) -> None:
+    """Regression: PCG64 outside main was an error in ``asyncdist sim``, and in main it had no effect."""
+
+    async def main(world: ad.World) -> list[float]:
+        drawn = [np.random.rand()]
+        if world.rank == 1:
+            np.random.set_bit_generator(np.random.PCG64(5))
+        await ad.barrier()
+        drawn.append(np.random.rand())
+        return drawn
+
+    outside = np.random.get_bit_generator()
+    expected = float(np.random.RandomState(np.random.PCG64(4)).rand())  # type: ignore[arg-type]
+    np.random.set_bit_generator(np.random.PCG64(4))
+    try:
+        first, second = simulate(main, ranks=2, inherited_random=inherited).results
+        assert np.random.rand() == expected
+    finally:
+        np.random.set_bit_generator(outside)
+    assert (first[0] == second[0] == expected) == bool(inherited)
+    assert second[1] == np.random.RandomState(np.random.PCG64(5)).rand() != first[1]  # type: ignore[arg-type]
 
 
 def test_a_function_imported_inside_main_draws_for_its_caller() -> None:
@@ -536,6 +560,27 @@ def test_whole_numbers_of_numpy_count_and_are_written_as_pythons() -> None:
     report.value()
     report.check_faults()
     assert report.virtual_time_s > 0.5, "a rank's messages to itself must be delayed, too"
+
+
+def test_other_numbers_of_numpy_count_and_are_written_as_pythons() -> None:
+    """Regression: a duration of NumPy was accepted, but could not be drawn, and was written as np.float64(0.5)."""
+    for kind in (np.float32, np.float64):
+        half = kind(0.5)
+        models: list[Any] = [
+            *(Uniform(half, half), Exponential(half), LogNormal(half, half), Link(latency_s=half)),
+            Network(host_bandwidth_nbytes_per_s=half, ranks_per_host=1, loss_detection_s=half),
+            Compute(step_s=half, pause_s=half, factors={0: half}, pause_probability=half, overrun_probability=half),
+            *(Kill(0, at_s=half), SlowLink(0, 1, factor=kind(2), at_s=half)),
+        ]
+        values = [getattr(each, field.name) for each in models for field in fields(each)]
+        assert [value for value in values if isinstance(value, np.generic)] == []
+    compute = Compute(step_s=np.float32(0.5), pause_s=np.int64(1), pause_probability=0.5)  # type: ignore[arg-type]
+
+    async def main(world: ad.World) -> None:
+        await world.safe_point()
+
+    network = Network(loss_detection_s=np.int64(1), link=Link(latency_s=np.float32(0.5)))  # type: ignore[arg-type]
+    simulate(main, ranks=2, compute=compute, network=network)
 
 
 def test_no_simulation_inside_a_simulation() -> None:

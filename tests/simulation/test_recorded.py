@@ -63,6 +63,24 @@ def test_a_recording_changes_nothing_and_tells_what_happened(tmp_path: Path) -> 
     assert all(decided[number] == (0,) for number in applied)
 
 
+def test_recording_many_events_of_one_callback_takes_no_time(tmp_path: Path) -> None:
+    """Regression: after a thousand events in one callback, each further event took virtual time."""
+
+    async def main(world: ad.World) -> float:
+        channel = world.channel(Word, tag=100, capacity=2000)
+        for _ in range(1200):
+            if world.rank == 0:
+                channel.send_nowait(Word(), dest=1)
+            else:
+                await channel.receive()
+        return world.time()
+
+    plain = ad.simulate(main, ranks=2, seed=0)
+    recorded = ad.simulate(main, ranks=2, seed=0, record=tmp_path)
+    assert recorded.results == plain.results
+    assert recorded.trace_digest == plain.trace_digest
+
+
 def test_each_message_that_was_received_was_sent(tmp_path: Path) -> None:
     ad.simulate(train, ranks=4, seed=4, record=tmp_path)
     sent: Counter[tuple[int, int, int]] = Counter()

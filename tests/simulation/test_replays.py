@@ -533,6 +533,20 @@ def test_a_script_that_hosts_its_ranks_by_run_local_is_replayed(tmp_path: Path) 
     assert sorted(folder.iterdir()) == recorded and len(recorded) == 3
 
 
+def test_a_replayed_script_does_not_replace_its_recording(tmp_path: Path) -> None:
+    """Regression: a script that records a simulation recorded again in its replay, and removed the recording."""
+    script, folder = tmp_path / "simulated.py", tmp_path / "run"
+    script.write_text(
+        LOCAL.replace("run_local", "simulate").replace("FOLDER", repr(str(folder))).partition("assert")[0]
+    )
+    runpy.run_path(str(script), run_name="__main__")
+    recorded = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match="record must be None") as refused:
+        replay_script(folder, script)
+    assert repr(str(folder)) in str(refused.value)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == recorded and len(recorded) == 3
+
+
 def test_a_message_before_a_safe_point_wakes_its_task_within_it(tmp_path: Path) -> None:
     """In the replay the message is there earlier, while user code still waits for something else."""
     places: list[str] = []

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import asyncdist as ad
+from asyncdist.recording.events import Event
 from asyncdist.recording.reader import Recording, read_recording
+from asyncdist.report.averages import Averages
 from asyncdist.report.page import render
 from asyncdist.report.summary import Round, summarise
 from asyncdist.report.trace import write_trace
@@ -61,6 +63,18 @@ async def train_on_two_groups(world: ad.World) -> None:
     async with AsyncSelectiveAveragingPolicy(*model_and_optimizer(), average_every=5, group=group, name=name) as policy:
         for _ in range(20):
             await policy.step(float(world.rank))
+
+
+def test_an_average_applied_before_contributions_has_its_group() -> None:
+    """Regression: the first average of a rank that had joined counted as a round of rank 0's group."""
+    averages = Averages()
+    for rank in (2, 3):
+        contributed = (0, 5, 0, 10, 1, 1.0, 0.5, 64, 64, 2)
+        averages.add(rank, (0, 0), 1.0, Event(1.0, "contributed", contributed))
+    applied = (0, 5, 10, (2, 3), (0.5, 0.5), 1, 0.1, 64, None, "", 0, 1, 0, (), (), 64, 64, 0.5, 0.5, 0.0)
+    averages.add(4, (0, 0), 2.0, Event(2.0, "applied", applied))
+    (found,) = averages.rounds()
+    assert (found.key.group, found.applied_count) == (2, 1)
 
 
 def test_policies_of_different_names_are_separate_populations(tmp_path: Path) -> None:

@@ -43,6 +43,15 @@ def test_parquet_has_the_same_rows(recording: Recording, tmp_path: Path) -> None
     assert len(metrics) == counted(recording)["metric"] and metrics[0].keys() == set(tables.columns_of("metric"))
 
 
+def test_tables_of_an_earlier_export_are_removed(recording: Recording, tmp_path: Path) -> None:
+    """Regression: a folder had tables of two jobs if the second job had fewer kinds of events."""
+    earlier = [tmp_path / name for name in ("lost.csv", "returned.csv", "mine.csv", "lost.parquet")]
+    for path in earlier:
+        path.touch()
+    files = tables.export_csv(recording, tmp_path)
+    assert set(tmp_path.iterdir()) == {*files, *earlier[2:]}
+
+
 def test_parquet_has_what_the_first_rows_of_a_table_have_not(tmp_path: Path) -> None:
     """Regression: export raised ArrowNotImplementedError if the first averages of a table had no coordinator."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed", exc_type=ImportError)

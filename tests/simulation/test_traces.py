@@ -144,6 +144,25 @@ def test_messages_with_which_ranks_meet_are_not_before_the_job(tmp_path: Path) -
     assert Clocks(recording).began_at_s == pytest.approx(recording.began_at - 0.5, abs=0.1)
 
 
+def test_machines_with_one_hostname_have_separate_clocks(tmp_path: Path) -> None:
+    """Regression: the ranks of all hosts named localhost had one clock, so a job of 10 s seemed to last days."""
+    for rank, began_s in enumerate((1e3, 9e5, 9e5, 1e3)):
+        now_s = [began_s]
+        writer = RecordWriter(RecordOptions(tmp_path), lambda now_s=now_s: now_s[0], rank)  # type: ignore[misc]
+        writer.open(header_of(job="0000abcd", rank=rank, size=4, incarnation=0, transport="mpi", hostname="localhost"))
+        for iteration in range(10):
+            now_s[0] += 1.0
+            writer.note("step", 0, iteration, 0.1)
+        writer.close()
+    recording = read_recording(tmp_path)
+    clocks = Clocks(recording)
+    offsets_s = [
+        clocks.offset(each) + began_s for each, began_s in zip(recording.ranks, (1e3, 9e5, 9e5, 1e3), strict=True)
+    ]
+    assert offsets_s == pytest.approx([0.0] * 4, abs=1.0)
+    assert clocks.offset(recording.ranks[0]) == clocks.offset(recording.ranks[3]), "one machine has one clock"
+
+
 async def train_to_nan(world: ad.World) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

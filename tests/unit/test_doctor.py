@@ -318,7 +318,8 @@ def test_the_files_of_a_started_mpi_are_removed(monkeypatch: pytest.MonkeyPatch)
         used.extend(Path(env[name]) for name in ("TMPDIR", "OMPI_MCA_btl_sm_backing_directory"))
         for folder in used:
             (folder / "left").touch()
-        return subprocess.CompletedProcess([], 0, '{"level": 1}\n')
+        printed = 'Init\nasyncdist doctor: {"level": 1}\n[profiler] wrote 2 files\n'  # by a profiler of MPI
+        return subprocess.CompletedProcess([], 0, printed)
 
     monkeypatch.setattr(doctor.subprocess, "run", start)
     assert doctor._start_mpi(WELL.started, WELL.installation, {}) == Mpi(level=1)

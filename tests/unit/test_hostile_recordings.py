@@ -155,6 +155,18 @@ def test_events_and_fields_of_a_later_version_are_left_out(tmp_path: Path, caplo
     assert "has events that this version does not know and ignores: later" in caplog.text
 
 
+@pytest.mark.parametrize(("kind", "kept_count"), [("sent", 1), ("step", 0), ("safe_point", 1), ("applied", 9)])
+def test_kinds_without_fields_that_readers_need_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, kept_count: int
+) -> None:
+    """Regression: ``asyncdist story`` ended in a traceback if a file declared too few fields of a kind."""
+    kinds = {**KINDS_OF_FILE, kind: list(KINDS[kind][:kept_count])}
+    write(tmp_path, content_of([CODES[kind], 0, *[None] * kept_count]), kinds=kinds)
+    (rank,) = read_recording(tmp_path).ranks
+    assert list(rank.events()) == []
+    assert f"has events that this version does not know and ignores: {kind}" in caplog.text
+
+
 def test_ranks_of_one_job_that_differ_in_its_size_are_refused(tmp_path: Path) -> None:
     for rank, size in ((0, 2), (1, 3)):
         to = RecordWriter(RecordOptions(tmp_path), lambda: 1.0, rank)

@@ -21,6 +21,31 @@ from asyncdist.launch import mpirun, run_command, store_server
 from asyncdist.launch.mpirun import Installation
 from asyncdist.launchers import addresses
 
+# -- all commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "interrupted"),
+    [
+        ("story", "asyncdist.story.command.chosen_job"),
+        ("top", "asyncdist.live.top.chosen_job"),
+        ("doctor", "asyncdist.launch.doctor.run"),
+    ],
+)
+def test_ctrl_c_ends_each_command_with_one_line(
+    command: str, interrupted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: Ctrl-C in these commands ended in a traceback."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interrupted, interrupt)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command])
+    assert (ended.value.code, capsys.readouterr().err) == (130, f"asyncdist {command}: interrupted\n")
+
+
 # -- finding an MPI ----------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from support.facts import names
 
 from asyncdist.launch import live_table
 from asyncdist.live import destinations as places, exporting, last_counters
-from asyncdist.live.columns import COLUMNS, Readings, Row, amount
+from asyncdist.live.columns import COLUMNS, Readings, Row, amount, policies_of, steps_per_s, together
 from asyncdist.live.counters import (
     EXPORTED,
     PolicyCounters,
@@ -129,6 +129,28 @@ def test_rate_is_known_if_time_has_passed_without_a_restart() -> None:
     earlier = replace(COUNTERS, time_s=8.0, policies=(replace(POLICY, step=30),))
     assert [sample.value for sample in samples(COUNTERS, earlier) if sample.name == "steps_per_second"] == [5.0]
     assert (per_second(4, 4, 2.0), per_second(4, 2, 0.0), per_second(1, 2, 1.0)) == (0.0, None, None)
+
+
+def test_a_resumed_policy_has_no_rate_from_its_first_reading() -> None:
+    """Regression: a policy that resumed at step 10000 made 10000 steps in a second, and the other ranks seemed slow."""
+    readings = {each: Readings() for each in ("rank", "second policy")}
+    for time_s in range(12):
+        step = 10_000 + time_s if time_s > 1 else 0
+        one, other = (replace(POLICY, step=step), replace(POLICY, policy="other", step=time_s + 1))
+        readings["rank"].add(replace(COUNTERS, time_s=float(time_s), policies=(one,)))
+        readings["second policy"].add(
+            replace(COUNTERS, time_s=float(time_s), policies=(other, one) if step else (other,))
+        )
+        rows = [each.row(1) for each in readings.values()]
+        assert "10" not in together(rows).partition("ranks, ")[2].partition(" steps")[0]
+        assert all(steps_per_s(row, policy) in (None, 0.0, 1.0) for row in rows for policy in policies_of(row))
+        assert all(row.step_s in (None, 1.0) for row in rows), time_s
+    assert [row.step_s for row in rows] == [1.0, 1.0]
+    began, now = (
+        replace(COUNTERS, time_s=at, policies=(replace(POLICY, step=step),)) for at, step in ((0.0, 0), (5.0, 10_005))
+    )
+    assert "steps_per_second" not in {sample.name for sample in samples(now, began)}
+    assert "steps_per_second" not in {sample.name for sample in samples(now, replace(began, policies=()))}
 
 
 def test_counters_are_read_again_if_a_dictionary_has_grown() -> None:

@@ -447,6 +447,22 @@ def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch
     assert [event.fields[-1] for event in found.events()] == [0.5, "FileNotFoundError: " + 3 * "\\udce9", 0.5]
 
 
+def test_a_name_of_a_subclass_of_str_is_recorded(tmp_path: Path) -> None:
+    """Regression: the event of a policy with such a name raised ValueError."""
+
+    class Name(str):
+        def __str__(self) -> str:
+            raise NotImplementedError
+
+    to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
+    to.open(header())
+    for name in (Name("mine"), Name("a\udce4")):
+        to.note("policy", 0, "Policy", name, 1, 1, 1)
+    to.close()
+    (rank,) = read_recording(tmp_path).ranks
+    assert [event.get("name") for event in rank.events()] == ["mine", "a\\udce4"]
+
+
 def test_numbers_of_numpy_and_torch_are_recorded(tmp_path: Path) -> None:
     """Regression: such a number in an event ended the training with a TypeError."""
     to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)

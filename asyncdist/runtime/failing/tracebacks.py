@@ -19,6 +19,7 @@ _MACHINERY: Final = (
     "asyncdist.simulation.run_script",
     "asyncdist.launch.rank_process",
     "importlib._bootstrap",
+    "importlib._bootstrap_external",
     "runpy",
 )
 #: Modules whose frames precede the exception group of spawned tasks in a traceback.

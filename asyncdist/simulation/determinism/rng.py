@@ -1,7 +1,8 @@
 """Gives each simulated rank its own random states, as if the rank were a process.
 
 At each switch between ranks, the states of torch's global generator and of numpy's global bit generator are swapped,
-together with torch's modes (:mod:`asyncdist.tensors.torch_modes`). The functions of ``random`` and ``numpy.random`` are
+together with torch's modes (:mod:`asyncdist.tensors.torch_modes`) and the module ``__main__``, of which each rank has
+its own if a script opens its world without a main function. The functions of ``random`` and ``numpy.random`` are
 replaced once per simulation by functions that use the running rank's generator. Replacing them at each switch would
 take three times as long.
 
@@ -12,7 +13,9 @@ which numpy stores elsewhere.
 
 from __future__ import annotations
 
+import functools
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -41,6 +44,7 @@ _NUMPY_NAMES: Final = {
     "sample": "random_sample",
     "ranf": "random_sample",
 }
+_set_numpy_generator: Final = np.random.set_bit_generator
 _get_torch_state: Final = torch.default_generator.get_state
 _set_torch_state: Final = torch.default_generator.set_state
 
@@ -79,6 +83,7 @@ class RandomStates:
             "numpy": lambda: np.random.get_state(legacy=False),
             "torch": torch.get_rng_state,
         }
+        self._inherited_kind = type(np.random.get_bit_generator())
         self._inherited = {name: callers[name]() for name in inherited}
         fresh = [self._fresh(str(rank)) for rank in range(size)]
         self._torch = [states.torch for states in fresh]
@@ -88,6 +93,7 @@ class RandomStates:
         # The last entry of each list is the state of the code outside all ranks.
         self._torch.append(torch.get_rng_state())
         self._modes = RankModes(size, FRESH)
+        self._programs = [sys.modules["__main__"]] * (size + 1)
         self._generators.append(np.random.get_bit_generator())
         # numpy's global instance uses the running rank's generator, even in other threads. Code outside the ranks
         # therefore has its own instance.
@@ -109,7 +115,8 @@ class RandomStates:
         inherited = self._inherited
         number = random.Random(f"{self._seed} random state {process}").getrandbits(63)
         seed: Any = _Seed(f"{self._seed} numpy's random state {process}")
-        generator = np.random.MT19937(seed)
+        kind: Any = self._inherited_kind if "numpy" in inherited else np.random.MT19937
+        generator = kind(seed if kind is np.random.MT19937 else 0)
         states = _States(
             inherited["torch"] if "torch" in inherited else torch.Generator().manual_seed(number).get_state(),
             generator,
@@ -133,6 +140,7 @@ class RandomStates:
         self._numpy[rank], self._random[rank] = states.numpy, states.python
         self._entropy.pop(rank, None)
         self._modes.reset(rank)
+        self._programs[rank] = self._programs[self._outside]
         self.switch(current)
 
     @contextmanager
@@ -162,16 +170,25 @@ class RandomStates:
         self._torch[current] = _get_torch_state()
         _set_torch_state(self._torch[rank])
         self._modes.switch(rank)
-        np.random.set_bit_generator(self._generators[rank])
+        modules = sys.modules
+        self._programs[current], modules["__main__"] = modules["__main__"], self._programs[rank]
+        _set_numpy_generator(self._generators[rank])
         self.current = rank
 
     def _install(self) -> None:
         self._names_outside = (
             {name: getattr(random, name) for name in _RANDOM_NAMES},
-            {name: getattr(np.random, name) for name in _NUMPY_NAMES},
+            {name: getattr(np.random, name) for name in [*_NUMPY_NAMES, "set_bit_generator"]},
         )
         random.__dict__.update({name: self._asking(self._random, name) for name in _RANDOM_NAMES})
         np.random.__dict__.update({name: self._asking(self._numpy, of) for name, of in _NUMPY_NAMES.items()})
+        np.random.__dict__["set_bit_generator"] = self._replace_numpy
+
+    @functools.wraps(_set_numpy_generator)
+    def _replace_numpy(self, bitgen: Any) -> None:
+        _set_numpy_generator(bitgen)
+        self._generators[self.current] = generator = np.random.get_bit_generator()
+        self._numpy[self.current] = np.random.RandomState(generator)
 
     def _asking(self, instances: list[Any], name: str) -> Callable[..., Any]:
         """Return a function that calls the method ``name`` of the running rank's generator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pdb  # noqa: T100 - the purpose of this module
 import sys
@@ -13,6 +14,8 @@ from typing import Any, Final
 
 #: File in the current folder with commands that pdb executes when it starts.
 _COMMANDS: Final = ".pdbrc"
+#: Module with the main function of scripts that have none.
+_RUNNER: Final = "asyncdist.simulation.run_script"
 
 
 class RankDebugger(pdb.Pdb):
@@ -27,10 +30,10 @@ class RankDebugger(pdb.Pdb):
 
     def watch(self, main: Callable[..., Any], rank: int) -> None:
         """Stop on the first line of ``main`` if ``rank`` is the debugged rank."""
-        if rank != self._rank:
+        if rank != self._rank or main.__module__ == _RUNNER:
             return
         sys.breakpointhook = self._on_breakpoint
-        code = getattr(main, "__code__", None)
+        code = getattr(inspect.unwrap(main), "__code__", None)
         self.reset()
         self.botframe = sys._getframe()
         self.set_continue()
@@ -38,6 +41,27 @@ class RankDebugger(pdb.Pdb):
             refusal = self.set_break(code.co_filename, code.co_firstlineno, temporary=True, funcname=code.co_name)
             if refusal:
                 self.message(refusal)
+        sys.settrace(self.trace_dispatch)
+
+    def watch_script(self, frame: types.FrameType | None, rank: int) -> None:
+        """Stop on the next line of a script without a main, which opens its world, if ``rank`` is the debugged rank.
+
+        Args:
+            frame: Innermost frame of the stack on which the script runs.
+        """
+        if rank != self._rank:
+            return
+        sys.breakpointhook = self._on_breakpoint
+        self.reset()
+        self.set_continue()
+        is_found = False
+        while frame is not None:
+            frame.f_trace = self.trace_dispatch
+            self.botframe = frame
+            if not is_found and frame.f_globals.get("__name__") == "__main__":
+                is_found = True
+                self.set_next(frame)
+            frame = frame.f_back
         sys.settrace(self.trace_dispatch)
 
     def close(self) -> None:

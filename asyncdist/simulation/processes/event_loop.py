@@ -71,6 +71,11 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self.become_busy(seconds)
         return _fall_asleep()  # awaiting a future would cost twice as much
 
+    def event_time(self) -> float:
+        """Return the time like :meth:`time`, but do not count the read."""
+        seconds: float = self._scheduler.time()
+        return seconds
+
     def create_future(self) -> asyncio.Future[Any]:
         return SimFuture(loop=self)
 

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from asyncdist.simulation.replay.job import draw_as, torch_state_of
 from asyncdist.simulation.replay.replay import Replayed, check_replayable, replay
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of
+from asyncdist.simulation.simulate import keeps_recordings
 from asyncdist.validation import printable
 from asyncdist.wording import ranks_in_words
 
@@ -99,9 +101,12 @@ class _ReplayedScript(Script):
         opened.set_state(torch_state_of(conditions))
         torch.manual_seed(opened.initial_seed() if conditions.first_seed is None else conditions.first_seed)
         known_torch_seed.set(opened.initial_seed())
+        keeps_recordings.set(True)
 
-    def on_world_opened(self, rank: int) -> None:
+    def on_world_opened(self, rank: int, frame: types.FrameType | None) -> None:
         assert self.recording is not None
+        if self.debugger is not None:
+            self.debugger.watch_script(frame, rank)
         known_torch_seed.set(None)
         draw_as(self.recording.ranks[rank].conditions())
 
@@ -237,9 +242,6 @@ def run_command(
         return _replay_once(recording, ran)
     except (RecordingError, ScriptError) as error:
         return refuse("replay", error)
-    except KeyboardInterrupt:
-        print("asyncdist replay: interrupted", file=sys.stderr)
-        return 130
 
 
 def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
