@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 from scripts.population import Mixed, sgd
+from support.seeds import in_ci
 
 import asyncdist as ad
 from asyncdist.simulation import simulate
@@ -54,15 +56,19 @@ def test_a_rank_that_leaves_early_is_reported_once(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize("slow", [1.0, 10.0])
+@pytest.mark.parametrize(
+    ("slow", "kind"),
+    in_ci(itertools.product([1.0, 10.0], POLICIES), (10.0, "diloco"), (1.0, "selective"), (1.0, "overlapped")),
+)
 def test_a_normal_end_is_not_reported(caplog: pytest.LogCaptureFixture, kind: str, slow: float) -> None:
     assert not departed(caplog, kind, steps=lambda _: 43, step_s=lambda rank: 1.0 + (slow - 1) * (rank > 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize("slow", [1.0, 10.0])
+@pytest.mark.parametrize(
+    ("slow", "kind"),
+    in_ci(itertools.product([1.0, 10.0], POLICIES), (1.0, "diloco"), (1.0, "selective"), (10.0, "overlapped")),
+)
 def test_an_end_after_equal_times_is_not_reported(caplog: pytest.LogCaptureFixture, kind: str, slow: float) -> None:
     steps, step_s = (lambda _: 10_000), (lambda rank: 0.2 + 0.2 * (slow - 1) * (rank > 1))
     assert not departed(caplog, kind, steps=steps, step_s=step_s, limit_s=45.0)
