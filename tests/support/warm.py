@@ -48,9 +48,10 @@ CLIENT = warm_rank.__file__
 #: First file descriptor above those that a launcher passes to a rank.
 SPARE_FD = 200
 #: Training libraries for ``environment``, which take seconds to import.
-LIBRARIES = ("lightning", "transformers", "transformers.trainer", "accelerate")
-#: Modules of torchgfn that its scripts and the demo import.
-GFN = ("gfn.gym", "gfn.gflownet", "gfn.containers.replay_buffer_manager")
+LIBRARIES = (
+    *("lightning", "transformers", "transformers.trainer", "accelerate"),
+    *("gfn.gym", "gfn.gflownet", "gfn.containers.replay_buffer_manager"),
+)
 #: Packages whose modules are destroyed at the end of a warm rank.
 DESTROYED = {*sys.stdlib_module_names, "__main__", "asyncdist", "mpi4py", "protocols"}
 
