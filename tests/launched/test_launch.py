@@ -392,6 +392,10 @@ class Numbers(torch.utils.data.Dataset):
         return torch.tensor([index, MPI.COMM_WORLD.size])
 
 async def main(world):
+    if world.rank:
+        for _ in range(8):
+            await ad.barrier()
+        return
     loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
     for batch in loader:
         await ad.barrier()
@@ -417,7 +421,7 @@ def test_children_of_a_rank_that_import_mpi4py_are_alone_in_mpi(
     monkeypatch.setenv("ASYNCDIST_JOB_SECRET", "0123456789abcdef")
     code, output, error = finish(start(tmp_path, IMPORTS_MPI, ranks=2, is_warm=True))
     assert code == 0, error
-    assert sorted(output.splitlines()) == ["alone 1 None"] * 2 + ["read 7 1 of 2 True"] * 2, error
+    assert sorted(output.splitlines()) == ["alone 1 None", "read 7 1 of 2 True"], error
 
 
 FORKING = """

@@ -118,7 +118,7 @@ def test_a_restarted_rank_is_in_the_others_checkpoints(
     assert all(folder.name.startswith("checkpoint-") for folder in tmp_path.iterdir()), "nothing is left beside them"
 
 
-@pytest.mark.parametrize("pace", [0.3, 3.0])
+@pytest.mark.parametrize("pace", in_ci([0.3, 3.0], 0.3))
 def test_saves_beside_training_contain_a_restarted_rank(pace: float, tmp_path: Path) -> None:
     main = functools.partial(train, save_beside=True)
     simulate(main, tmp_path, DiLoCoPolicy, pace, ranks=RANKS, seed=1, faults=FAULTS, network=Network())
