@@ -218,16 +218,14 @@ class _Leaving:
 
         self.code = code
         self.exit = ctypes.CDLL(None).exit
-        mpi = sys.modules.get("mpi4py.MPI")
-        self.is_up, self.is_down, self.end_mpi = (
-            (mpi.Is_initialized, mpi.Is_finalized, mpi.Finalize) if mpi is not None else (bool, bool, bool)
-        )
+        self.mpi = sys.modules.get("mpi4py.MPI")
 
     def __del__(self, sys: Any = sys) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if self.is_up() and not self.is_down():
-            self.end_mpi()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # raised if the script has closed it, or nobody reads it
+                stream.flush()
+        if self.mpi is not None and self.mpi.Is_initialized() and not self.mpi.Is_finalized():
+            self.mpi.Finalize()
         self.exit(self.code)
 
     @classmethod
