@@ -36,7 +36,7 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,16 +217,17 @@ class _Leaving:
         import ctypes
 
         self.code = code
-        self.exit = ctypes.CDLL(None).exit
+        self.flush_c = ctypes.CDLL(None).fflush
         self.mpi = sys.modules.get("mpi4py.MPI")
 
-    def __del__(self, sys: Any = sys) -> None:
+    def __del__(self, sys: Any = sys, leave: Callable[[int], None] = os._exit) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # raised if the script has closed it, or nobody reads it
                 stream.flush()
         if self.mpi is not None and self.mpi.Is_initialized() and not self.mpi.Is_finalized():
             self.mpi.Finalize()
-        self.exit(self.code)
+        self.flush_c(None)
+        leave(self.code)  # not C's exit(), which would free objects of torch
 
     @classmethod
     def soon(cls, code: object) -> None:
