@@ -34,6 +34,7 @@ def compare(plan: Plan, reports: dict[int, Any]) -> dict[int, tuple[int, ...]]:
     return donors
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_a_quorum_of_all_real_ranks_has_dilocos_weights() -> None:
     donors = compare(JOBS["calm"].plan, mpi.run_ranks(4, SCRIPT, "calm", timeout_s=100).check().reports)
@@ -56,6 +57,7 @@ def test_the_others_continue_after_the_leader_was_killed(transport: str) -> None
     )
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_no_real_rank_waits_while_the_leader_is_lost() -> None:
     reports = mpi.run_ranks(4, SCRIPT, "skipping", timeout_s=100, survive=True).check().reports
@@ -66,6 +68,7 @@ def test_no_real_rank_waits_while_the_leader_is_lost() -> None:
         assert len(seen["weights"]) == 60 and seen["statistics"]["contributions"] >= 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_island_continues_after_its_server_was_killed(transport: str) -> None:
     if transport == "mpi":

@@ -22,9 +22,7 @@ FEW = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("bandwidth", "step"))) for name in FEW]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "latency")) for name in FEW])
 def test_each_prints_a_table_on_mpi(name: str) -> None:
     check(name, mpi.run_ranks(3, MAIN, name, *FEW[name]).check().stdout, "mpi: ", "mpi4py Send, Recv")
 

@@ -139,6 +139,7 @@ def check_latency(results: dict[str, Any], transport: str) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long  # CI runs the benchmark itself
 def test_ratios(bench: Bench) -> None:
     results = bench("ratios")
     assert len(results) == 3 and all(ratio > 0 for ratio in results.values())

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import torchrun
 from support.compiled_copy import TOP, copied, pretend_to_compile
 
 from asyncdist import compiled
@@ -228,12 +229,11 @@ ad.simulate(ad.blocking.hosted(train), ranks=2, seed=1, strict=True)
 
 
 @pytest.mark.skipif(compiled.reason_against() is not None, reason="compiled code ends the backtraces")
-def test_an_error_of_torch_does_not_end_the_process() -> None:
+def test_an_error_of_torch_does_not_end_the_process(tmp_path: Path) -> None:
     """Regression: the backtrace continued beyond the stack's bottom, in other stacks' memory, which caused SIGSEGV."""
-    environ = {**os.environ, compiled.PURE_VARIABLE: "", "PYTHONPATH": str(TOP)}
-    command = [sys.executable, "-c", CATCHES_ERRORS_OF_TORCH]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    script = tmp_path / "catches.py"
+    script.write_text(CATCHES_ERRORS_OF_TORCH)
+    torchrun.run_alone(script).check()
 
 
 #: Modules that use no other compiled module. An installation treats all modules in the same way, and Cython would take

@@ -444,7 +444,7 @@ def test_the_whole_demo_with_replay_buffers(
         "--json",
         "results.json",
     ]
-    env = warm.environment(base_environment(), *warm.GFN)
+    env = warm.environment(base_environment(), *warm.LIBRARIES)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=380)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     result = json.loads((tmp_path / "results.json").read_text())

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-TESTS = Path(__file__).parent.parent
+from scripts import encoding_on_a_device
+from support import torchrun
 
 
 def test_contributions_encoded_on_a_device_have_equal_bits() -> None:
-    command = [sys.executable, "scripts/encoding_on_a_device.py"]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=170, check=False)
-    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+    assert torchrun.run_alone(encoding_on_a_device.__file__).check().stdout == "equal\n"

@@ -94,6 +94,7 @@ def test_killed_ranks_leave_the_others_with_the_oracles_weights(transport: str) 
     assert donors[1] == (0, 1, 2, 3) and donors[max(donors)] == (1, 3) and max(donors) >= 14
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_killed_ranks_leave_the_others_with_the_chosen_donors(transport: str) -> None:
     """The leader, which chooses the donors of selective DiLoCo, is killed, and later another rank."""

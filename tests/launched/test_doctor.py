@@ -201,7 +201,7 @@ def mpirun_command(ranks: int) -> list[str]:
 def test_under_mpirun_rank_0_prints() -> None:
     command = mpirun_command(2)
     environ = mpirun.build_environment(flavour(), {}, ranks=2, threads=1)  # type: ignore[arg-type]
-    ended = examine(*command, is_cold=True, **environ)
+    ended = examine(*command, **environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("started by") == 1
     assert "rank 0 of 2" in ended.stdout

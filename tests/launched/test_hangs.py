@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,8 @@ TOLD = {
         r"ranks 0, 2 .*\brank 1\b.*\bbarrier\b.*<computing 0>",
     ],
 }
+#: A hang of each kind: waits for messages, in a circle, for a full channel, and for blocked, stopped and dead ranks.
+FEW = frozenset({"wrong_tag", "cycle", "full_channel", "blocked_coordinator", "stopped", "dead_rank"})
 
 
 def place(mark: str) -> str:
@@ -103,9 +106,10 @@ def check(name: str, told: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_mpi() -> None:
+@pytest.mark.parametrize("names", [FEW, pytest.param(TOLD.keys() - FEW, marks=pytest.mark.long)], ids=["few", "others"])
+def test_mpi(names: Set[str]) -> None:
     mpi.require_mpi()
-    hangs = [name for name in TOLD if name != "dead_rank" or mpi.flavour() == "openmpi"]
+    hangs = sorted(name for name in names if name != "dead_rank" or mpi.flavour() == "openmpi")
     each_checked(hanging.tell_hangs("mpi", SCRIPT, hangs, {"dead_rank": ["--survive"]}, timeout_s=90))
 
 

@@ -13,6 +13,7 @@ import pytest
 from scripts import integrations, out_of_memory
 from support import mpi, torchrun
 from support.mpi import warm_environment
+from support.seeds import in_ci
 
 SCRIPT = Path(integrations.__file__)
 #: Values that each program passes to ``Model.end``:
@@ -51,7 +52,7 @@ def check(reports: Any, ranks: int, library: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("library", SEEN)
+@pytest.mark.parametrize("library", in_ci(SEEN, "accelerate", "transformers"))
 def test_on_mpi(library: str, tmp_path: Path) -> None:
     check(
         mpi.run_ranks(3, SCRIPT, library, tmp_path, timeout_s=240, env=warm_environment()).check().reports, 3, library
@@ -262,7 +263,7 @@ def test_a_rank_that_runs_out_of_memory_begins_again_alone(tmp_path: Path) -> No
 
 def test_simulated(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "asyncdist", "sim", str(SCRIPT), "--ranks", "3", "plain", "none"]
-    environment = {**mpi.base_environment(), mpi.REPORTS: str(tmp_path)}
+    environment = {**warm_environment(), mpi.REPORTS: str(tmp_path)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "ranks 0 to 2: None" in ended.stdout

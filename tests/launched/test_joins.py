@@ -105,15 +105,17 @@ def command_lines() -> str:
     return "\n".join(found)
 
 
-def second_process_of_rank_1(port: int, job: str, secret: str) -> str:
+def second_process_of_rank_1(folder: Path, port: int, job: str, secret: str) -> str:
     """Run a process with the variables of rank 1, which is running; return its output."""
+    script = folder / "second.py"
+    script.write_text("import asyncdist as ad\nasync def main(world): pass\nad.run(main)")
     variables = {
         **local_ranks.rank_variables(1, 3, local_rank=1, local_size=2, address="127.0.0.1", port=port, run_id=job),
         **local_ranks.newcomer_variables(0, 1),
         environment.SECRET_VARIABLE: secret,
     }
-    words = [sys.executable, "-c", "import asyncdist as ad\nasync def main(world): pass\nad.run(main)"]
-    environ = {**base_environment(), **variables}
+    base = base_environment()
+    words, environ = [sys.executable, *warm.command(script, (), base, {})], {**base, **variables}
     ended = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 1
     return ended.stderr
@@ -141,7 +143,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         assert told.until("2.1")["admitted_at"] > 0
         secret = secret_files.find(secret_files.name_of(port), environment.shared_directories())
         assert secret is not None and secret not in command_lines()
-        double = second_process_of_rank_1(port, running["job"], secret)
+        double = second_process_of_rank_1(told.folder, port, running["job"], secret)
         assert "rank 1 " in double and f"process {pids[1]} " in double
         told.folder.joinpath("enough").touch()
         assert (told.code(joins), told.code(first)) == (0, 0)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from scripts import killed_saves
+from support import torchrun
 
 
 def test_killed_saves_leave_a_whole_population() -> None:
-    said = subprocess.run(
-        [sys.executable, killed_saves.__file__, "8", "1"], capture_output=True, text=True, timeout=100, check=True
-    ).stdout
+    said = torchrun.run_alone(killed_saves.__file__, 8, 1).check().stdout
     assert said == "8 kills in the midst of a save, seed 1: each left a whole population\n"

@@ -14,10 +14,19 @@ from support import mpi, pages, torchrun, warm
 from asyncdist.launch.mpirun import ROOT_VARIABLES
 
 FILES = {"python", "diff"}
-#: Pages whose output has its own tests, of the same libraries, benchmarks and commands.
+#: Pages whose output has its own tests, of the same policies, libraries, benchmarks and commands.
 LONG = {
     f"docs/{name}.md"
-    for name in ("figures", "integrations", "protocols", "recording", "replaying", "tutorial", "worlds")
+    for name in (
+        "figures",
+        "integrations",
+        "population_training",
+        "protocols",
+        "recording",
+        "replaying",
+        "tutorial",
+        "worlds",
+    )
 }
 
 

@@ -12,6 +12,7 @@ from support import mpi, torchrun
 SCRIPT = Path(__file__).parents[1] / "scripts" / "population_training.py"
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_real_ranks_copy_one_snapshot() -> None:
     reports = mpi.run_ranks(4, SCRIPT, "calm", timeout_s=100).check().reports

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import mpi, torchrun
+from support import mpi, torchrun, warm
 from support.endings import stopped_by
 
 from asyncdist.launchers import addresses
@@ -115,7 +115,8 @@ def test_a_restarted_rank_that_is_too_late_succeeds(tmp_path: Path, script: str)
     (tmp_path / "wrapper.sh").write_text(f"exec {sys.executable} train.py\n")
     wrapper = "import subprocess, sys; sys.exit(subprocess.run(['sh', 'wrapper.sh']).returncode)"
     (tmp_path / "wrapper.py").write_text(wrapper)
-    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "1", script]
+    program = [script] if script == "wrapper.py" else warm.command(tmp_path / script, (), mpi.base_environment(), {})
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "1", *program]
     ended = subprocess.run(
         command, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=False
     )
@@ -129,10 +130,10 @@ def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
         "world = ad.blocking.process_world(); ad.blocking.barrier()\n"
         "signal.raise_signal(signal.SIGINT)\n"
     )
-    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "2", "train.py"]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=False
-    )
+    environ = mpi.base_environment()
+    program = warm.command(tmp_path / "train.py", (), environ, {})
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "2", *program]
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
     lines = [line for line in ended.stderr.splitlines() if not line.startswith("asyncdist run: ")]
     assert ended.returncode == 130 and any("was interrupted" in line for line in lines), ended.stderr
     assert len(lines) <= 2 and all(line.startswith("asyncdist: rank ") for line in lines), ended.stderr
@@ -220,6 +221,6 @@ def blocking_train(world):
 """
         + call
     )
-    completed = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    completed = torchrun.run_alone(script).check()
     expected = "this process trains alone, so nothing is averaged; to start four ranks, use asyncdist run -n 4"
     assert completed.stderr == f"{expected} {script}\n" and not completed.stdout

@@ -15,6 +15,7 @@ import pytest
 import torch
 from scripts.population import Mixed
 from support.mpi import run_source
+from support.seeds import in_ci
 
 import asyncdist as ad
 from asyncdist.simulation import (
@@ -131,7 +132,7 @@ def test_the_scenario_averages(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", in_ci(range(5), 0, 1))
 def test_simulated_weights_are_those_of_one_process(ranks: int, seed: int) -> None:
     report = simulate(main, ranks=ranks, seed=seed, strict=True)
     report.value()
@@ -160,6 +161,7 @@ def test_also_in_bad_weather(seed: int) -> None:
     assert report.results == in_process(4)
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_weights_under_mpi_are_those_of_the_simulation() -> None:
     ranks = 4

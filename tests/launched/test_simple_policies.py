@@ -28,6 +28,7 @@ def test_real_ranks_have_the_weights_of_the_formula(transport: str) -> None:
         assert len(record.weights) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_killed_ranks_leave_the_others_with_the_formula(transport: str, policy: str) -> None:

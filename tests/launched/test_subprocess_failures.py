@@ -84,7 +84,7 @@ def pids_in(folder: Path, count: int) -> list[int]:
     ("method", "how", "words"),
     [
         ("forkserver", "raise", ["rank 1 ", "story of rank 1", "in fail_on_rank_1"]),
-        ("spawn", "raise", ["rank 1 ", "story of rank 1", "in fail_on_rank_1"]),
+        pytest.param("spawn", "raise", ["rank 1 ", "story of rank 1", "in fail_on_rank_1"], marks=pytest.mark.long),
         ("forkserver", "kill", ["rank 1 ", "SIGKILL"]),
         pytest.param("spawn", "kill", ["rank 1 ", "SIGKILL"], marks=pytest.mark.long),
         ("forkserver", "exit", ["rank 1 ", "code 7"]),

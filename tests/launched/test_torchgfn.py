@@ -108,7 +108,7 @@ def check(reports: Any, buffer: int) -> None:
 
 
 def warm_environment() -> dict[str, str]:
-    return warm.environment(mpi.base_environment(), *warm.GFN)
+    return warm.environment(mpi.base_environment(), *warm.LIBRARIES)
 
 
 @pytest.mark.mpi

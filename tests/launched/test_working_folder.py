@@ -69,7 +69,7 @@ def test_exploring_processes_run_no_planted_module(planted: Path) -> None:
         "ad.run(main)\n"
     )
     program = Path(sys.executable).with_name("asyncdist")
-    command = [program, "sim", "scripts/train.py", "--ranks", "2", "--explore", "4", "--processes", "2"]
+    command = [program, "sim", "scripts/train.py", "--ranks", "2", "--explore", "1", "--processes", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "4 seeds in" in ended.stdout + ended.stderr
+    assert "1 seed in" in ended.stdout + ended.stderr
     assert not planted.exists()

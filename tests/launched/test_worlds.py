@@ -133,7 +133,7 @@ def blocking_in_sim() -> tuple[list[str], dict[str, str]]:
     ("command", "world"),
     [
         pytest.param(plain_mpirun, "mpi", marks=[pytest.mark.mpi, pytest.mark.long]),
-        pytest.param(asyncdist_run_on_mpi, "mpi", marks=pytest.mark.mpi),
+        pytest.param(asyncdist_run_on_mpi, "mpi", marks=[pytest.mark.mpi, pytest.mark.long]),
         (asyncdist_run_on_torch, "torch"),
         pytest.param(torch_run, "torch", marks=pytest.mark.long),
         pytest.param(launch_subprocesses, "torch", marks=pytest.mark.long),
@@ -160,7 +160,7 @@ def test_ranks_that_are_told_by_variables_alone() -> None:
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("script", [SCRIPT, pytest.param(BLOCKING, marks=pytest.mark.long)])
 def test_python_alone_is_one_rank_that_keeps_its_weights(script: Path) -> None:
-    result = torchrun.run_jobs([([sys.executable, str(script)], {})], TIMEOUT_S).check()
+    result = torchrun.run_alone(script, timeout_s=TIMEOUT_S).check()
     assert result.stderr.count("\n") == 1 and names(result.stderr, f"asyncdist run -n 4 {script}"), result.stderr
     assert told(result.stdout) == {"world": "local", "ranks": 1, "weights": by_hand(1)}
 

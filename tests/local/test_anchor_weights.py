@@ -12,6 +12,7 @@ import torch
 from scripts.population import Mixed, State, clone_state, equal_states
 from support.facts import naming
 from support.local import run
+from support.seeds import in_ci
 from torch import nn
 
 import asyncdist as ad
@@ -84,7 +85,9 @@ def look(kind: str, ranks: int, *, looks: bool) -> list[tuple[State, dict[int, S
     return run(main, ranks)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", in_ci(KINDS, "overlap", "late", "eager", "selective", "async and waiting", "async replicas")
+)
 def test_training_continues_as_if_nothing_was_seen(kind: str) -> None:
     """The block changes neither the weights nor the rounds; only asynchronous rounds depend on the moment."""
     ranks = 4 if "replicas" in kind else 3

@@ -6,6 +6,7 @@ The policy's part runs everywhere, over a stand-in for a slow device; the device
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from scripts.one_sided import Applied, verify
 from scripts.population import Mixed, State, Story, fill, flat_state as state_of, sgd
+from support.seeds import in_ci
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -84,8 +86,9 @@ async def train(world: ad.World, story: Story, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("test_count", [2, 5, 40])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(each, marks=pytest.mark.long) for each in (2, 3))])
+@pytest.mark.parametrize(
+    ("seed", "test_count"), in_ci(itertools.product(range(4), [2, 5, 40]), (0, 2), (1, 5), (0, 40))
+)
 def test_what_is_offered_is_what_the_step_saw(
     slow_device: Callable[[int], list[SlowCopy]], test_count: int, seed: int
 ) -> None:

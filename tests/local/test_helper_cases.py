@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.cases import all_cases, run_case
+from support.seeds import in_ci
 
 import asyncdist as ad
 
@@ -12,7 +13,7 @@ SLOW = {"models.giving_up_in_the_middle_puts_the_weights_back", "models.large_mo
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in all_cases()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", in_ci([1, 2, 3, 4], 1, 2, 4))
 @pytest.mark.parametrize("name", NAMES)
 def test_local(name: str, ranks: int) -> None:
     assert ad.run_local(run_case, name, ranks=ranks, strict=True) == [name] * ranks

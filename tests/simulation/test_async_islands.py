@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from support.facts import names
-from support.seeds import seeds
+from support.seeds import in_ci, seeds
 
 import asyncdist as ad
 from asyncdist.simulation import Compute, Kill, Link, Network, Uniform
@@ -60,7 +60,9 @@ def lineages(record: Record) -> dict[int, dict[int, tuple[tuple[int, int], ...]]
     return found
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", in_ci(PLANS, "two of two", "each version", "a slow network", "a quorum in each island", "different ends")
+)
 def test_weights_equal_the_oracles_bit_for_bit(name: str) -> None:
     _, record = run(PLANS[name])
     oracle = check(PLANS[name], record)
@@ -86,24 +88,24 @@ def test_a_global_anchor_that_is_taken_whole_loses_no_step(monkeypatch: pytest.M
         )
 
 
-def test_the_next_of_an_island_follows_a_lost_regional_server() -> None:
-    for at_s in (0.15, 0.2, 0.25, 0.3):
-        plan = IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, mirror_every=1, faults=(Kill(0, at_s=at_s),)))
-        _, record = run(plan)
-        check(plan, record)
-        first, second, *_ = begun(record, 0)  # further ones begin when ranks leave at the end
-        assert (first.version, second.has_reference) == (0, True) and second.version > 2
-        statistics = record.lives[1].statistics
-        assert statistics is not None and statistics.merge_count and not statistics.lost_progress_count
+@pytest.mark.parametrize("at_s", in_ci([0.15, 0.2, 0.25, 0.3], 0.15, 0.25))
+def test_the_next_of_an_island_follows_a_lost_regional_server(at_s: float) -> None:
+    plan = IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, mirror_every=1, faults=(Kill(0, at_s=at_s),)))
+    _, record = run(plan)
+    check(plan, record)
+    first, second, *_ = begun(record, 0)  # further ones begin when ranks leave at the end
+    assert (first.version, second.has_reference) == (0, True) and second.version > 2
+    statistics = record.lives[1].statistics
+    assert statistics is not None and statistics.merge_count and not statistics.lost_progress_count
 
 
-def test_a_lost_global_server_loses_no_contribution() -> None:
-    for at_s in (0.15, 0.2, 0.25, 0.3):
-        plan = IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, mirror_every=1, faults=(Kill(5, at_s=at_s),)))
-        _, record = run(plan)
-        check(plan, record)
-        assert [event.elected > 0 for event in begun(record, -1)] == [False, True]
-        assert not any(record.lives[rank].statistics.lost_outer_state_count for rank in range(5))
+@pytest.mark.parametrize("at_s", in_ci([0.15, 0.2, 0.25, 0.3], 0.2, 0.3))
+def test_a_lost_global_server_loses_no_contribution(at_s: float) -> None:
+    plan = IslandPlan(plan=Plan(ranks=6, steps=(60,) * 6, mirror_every=1, faults=(Kill(5, at_s=at_s),)))
+    _, record = run(plan)
+    check(plan, record)
+    assert [event.elected > 0 for event in begun(record, -1)] == [False, True]
+    assert not any(record.lives[rank].statistics.lost_outer_state_count for rank in range(5))
 
 
 def test_an_island_that_is_lost_whole_does_no_harm() -> None:
@@ -140,7 +142,7 @@ def test_the_drawn_runs_have_all_kinds_of_events() -> None:
     assert len(seen) == 4 and min(seen.values()) > 0, seen
 
 
-@pytest.mark.parametrize("at", range(6, 12))
+@pytest.mark.parametrize("at", in_ci(range(6, 12), 6, 9, 11))
 def test_contributions_under_way_are_saved_and_applied_once(at: int, tmp_path: Path) -> None:
     record = Record(dict.fromkeys(range(4), 0))
     options: dict[str, Any] = {"average_every": 2, "islands": 2, "global_every": 2}
@@ -187,7 +189,7 @@ async def trained(
         yield policy
 
 
-@pytest.mark.parametrize(("ranks", "islands"), [(8, 4), (6, 2), (8, 1), (8, 2)])
+@pytest.mark.parametrize(("ranks", "islands"), in_ci([(8, 4), (6, 2), (8, 1), (8, 2)], (6, 2), (8, 2)))
 def test_a_job_resumes_with_other_islands(
     ranks: int, islands: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,7 +260,7 @@ def test_ranks_may_leave_directly_after_a_save(late: str, tmp_path: Path) -> Non
     assert ad.simulate(main, ranks=4, seed=0, strict=True).virtual_time_s < 10.0
 
 
-@pytest.mark.parametrize("at_ms", [97, 100, 103])
+@pytest.mark.parametrize("at_ms", in_ci([97, 100, 103], 100))
 def test_a_new_regional_server_begins_during_a_save(at_ms: int, tmp_path: Path) -> None:
     """Regression: it waited for the global server, which did not answer until the end of the save."""
 

@@ -256,7 +256,7 @@ def test_the_error_of_a_run_without_end_hides_simulator_frames(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loopers", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("loopers", [(0,), (1,), pytest.param((0, 1, 2), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("timed", [False, True])
 def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ...], timed: bool) -> None:
     """Regression: the error took a million turns, and most of a minute.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from scripts.population import Mixed, clone_state, equal_states, sgd
 from support.facts import names, naming
+from support.seeds import in_ci
 from support.tokens import tokens_for
 from torch import nn
 
@@ -50,7 +51,7 @@ async def advance(policy: Any, model: nn.Module, optimizer: Any, steps: range, r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [7, pytest.param(10, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("kind", in_ci(SAVED, "tokens", "in flight", "residuals", "local SGD in flight", "warm-up"))
 def test_a_saved_population_continues_to_the_bit(kind: str, at: int, tmp_path: Path) -> None:
     options = {"average_every": 5, **SAVED[kind]}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scripts.population import Mixed, sgd
 from support.facts import naming
-from support.seeds import seeds
+from support.seeds import in_ci, seeds
 from torch import nn
 
 import asyncdist as ad
@@ -32,7 +32,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", in_ci([torch.float32, torch.float64], torch.float32), ids=str)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("outer", ["dyadic", "heavy ball"])
 def test_eager_steps_equal_the_oracle_bit_for_bit(outer: str, rule: str, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ def test_eager_steps_equal_the_oracle_bit_for_bit(outer: str, rule: str, dtype: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["plain", "fragments"])
+@pytest.mark.parametrize("rule", in_ci(["plain", "fragments"], "fragments"))
 @pytest.mark.parametrize(
     "outer", [pytest.param(outer, marks=[pytest.mark.long] * (outer != "default")) for outer in OUTERS]
 )
@@ -133,7 +133,7 @@ def test_the_drawn_runs_have_kills() -> None:
 
 
 @pytest.mark.parametrize("steps", [(12, 7, 12, 12), (3, 12, 12, 9), (12, 5, 6, 7), (1, 12, 2, 12), (10, 10, 11, 11)])
-@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("fragments", in_ci([1, 2], 2))
 def test_eager_ranks_may_end_after_different_numbers_of_steps(steps: tuple[int, ...], fragments: int) -> None:
     """Ranks that end after the same round average their anchors; the others continue without them."""
     plan = Plan(outer="plain", every=3, steps=steps, fragments=fragments)
@@ -263,7 +263,7 @@ async def advance(policy: Any, model: nn.Module, optimizer: Any, steps: range, r
         await policy.step()
 
 
-@pytest.mark.parametrize("at", [7, 10])
+@pytest.mark.parametrize("at", in_ci([7, 10], 7))
 @pytest.mark.parametrize("kind", SAVED)
 def test_an_eager_population_continues_to_the_bit(kind: str, at: int, tmp_path: Path) -> None:
     """A run that saves and a run that is resumed from the checkpoint are equal, and the saved anchors are common."""

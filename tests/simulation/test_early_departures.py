@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 from scripts.population import Mixed, sgd
+from support.seeds import in_ci
 
 import asyncdist as ad
 from asyncdist.simulation import simulate
@@ -45,8 +47,9 @@ def departed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaver", [0, 2])
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "leaver"), in_ci(itertools.product(POLICIES, [0, 2]), ("diloco", 2), ("overlapped", 0), ("selective", 2))
+)
 def test_a_rank_that_leaves_early_is_reported_once(caplog: pytest.LogCaptureFixture, kind: str, leaver: int) -> None:
     """Regression: only the statistics of the others showed that a rank took part no longer."""
     [text] = departed(caplog, kind, steps=lambda rank: 12 if rank == leaver else 60, step_s=lambda _: 0.5)
@@ -54,15 +57,19 @@ def test_a_rank_that_leaves_early_is_reported_once(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize("slow", [1.0, 10.0])
+@pytest.mark.parametrize(
+    ("slow", "kind"),
+    in_ci(itertools.product([1.0, 10.0], POLICIES), (10.0, "diloco"), (1.0, "selective"), (1.0, "overlapped")),
+)
 def test_a_normal_end_is_not_reported(caplog: pytest.LogCaptureFixture, kind: str, slow: float) -> None:
     assert not departed(caplog, kind, steps=lambda _: 43, step_s=lambda rank: 1.0 + (slow - 1) * (rank > 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize("slow", [1.0, 10.0])
+@pytest.mark.parametrize(
+    ("slow", "kind"),
+    in_ci(itertools.product([1.0, 10.0], POLICIES), (1.0, "diloco"), (1.0, "selective"), (10.0, "overlapped")),
+)
 def test_an_end_after_equal_times_is_not_reported(caplog: pytest.LogCaptureFixture, kind: str, slow: float) -> None:
     steps, step_s = (lambda _: 10_000), (lambda rank: 0.2 + 0.2 * (slow - 1) * (rank > 1))
     assert not departed(caplog, kind, steps=steps, step_s=step_s, limit_s=45.0)

@@ -153,7 +153,7 @@ def without_last_steps(seen: Mapping[int, list[Any]], lost: set[int]) -> dict[in
 def test_a_restarted_rank_counts_again() -> None:
     options, seen = {"sigma": 0.25, "pairs": 1}, defaultdict[int, list[Any]](list)
     faults = [Kill(1, at_s=0.02), Restart(1, at_s=0.03), SlowRank(0, at_s=0.0, factor=3.0)]
-    report = simulate(train, 400, options, seen, ranks=3, faults=faults, until_s=1e4)
+    report = simulate(train, 150, options, seen, ranks=3, faults=faults, until_s=1e4)
     assert report.results[0] == report.results[2] == 0 < report.results[1]
     assert {info.donors for each in seen.values() for _, info, *_ in each} == {(0, 1, 2), (0, 2)}
     check(seen, options)

@@ -204,7 +204,7 @@ def test_corrupt_control_frames_of_a_policy_crash_no_rank() -> None:
         async with AsyncSelectiveAveragingPolicy(
             model, sgd(model), average_every=2, grace_s=0.01, round_timeout_s=0.05, drain_timeout_s=0.1
         ) as policy:
-            for _ in range(200):
+            for _ in range(100):
                 replaced += bool(await policy.step(float(world.rank)))
         return replaced
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_optimizer import Lookahead
+from support.seeds import in_ci
 from torch import nn
 
 import asyncdist as ad
@@ -85,7 +86,7 @@ def test_unequal_weights_are_no_matter_without_a_mean(name: str, caplog: pytest.
     assert not warnings_of(begins(kind, options, lambda rank: rank), ranks, caplog)
 
 
-@pytest.mark.parametrize("odd", [0, 20, 39])
+@pytest.mark.parametrize("odd", in_ci([0, 20, 39], 39))
 def test_one_unequal_rank_of_many_is_found(odd: int, caplog: pytest.LogCaptureFixture) -> None:
     main = begins(AsyncSelectiveAveragingPolicy, {}, lambda rank: int(rank == odd))
     assert len(warnings_of(main, 40, caplog)) == 1
@@ -183,7 +184,11 @@ def test_a_state_that_a_constructor_makes_is_no_training(
 
 @pytest.mark.parametrize(
     "seed_of",
-    [lambda rank: rank // 2, lambda rank: int(rank == 3), lambda rank: int(rank > 3)],
+    [
+        lambda rank: rank // 2,
+        lambda rank: int(rank == 3),
+        pytest.param(lambda rank: int(rank > 3), marks=pytest.mark.long),
+    ],
     ids=["each", "inside", "last"],
 )
 def test_islands_that_begin_with_other_weights_are_told_once(

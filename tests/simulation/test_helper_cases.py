@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.cases import all_cases, run_case
+from support.seeds import in_ci
 
 import asyncdist as ad
 
@@ -18,8 +19,8 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for 
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 5])
+@pytest.mark.parametrize("seed", in_ci(range(2), 0))
 @pytest.mark.parametrize("name", NAMES)
-def test_simulated(name: str, ranks: int) -> None:
-    for seed in range(2):
-        report = ad.simulate(run_case, name, ranks=ranks, seed=seed, strict=True)
-        assert report.results == (name,) * ranks
+def test_simulated(name: str, seed: int, ranks: int) -> None:
+    report = ad.simulate(run_case, name, ranks=ranks, seed=seed, strict=True)
+    assert report.results == (name,) * ranks

@@ -150,7 +150,10 @@ def test_no_rank_moves_a_large_tensor_more_often_than_needed(what: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(17, 1), (17, PIECES), (19, 2), (23, LARGE), (33, LARGE - 1), (45, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "count"),
+    [(17, 1), (17, PIECES), (19, 2), (23, LARGE), (33, LARGE - 1), pytest.param(45, 3, marks=pytest.mark.long)],
+)
 def test_results_are_those_of_numpy_in_groups_of_any_order(ranks: int, count: int) -> None:
     """Reductions have the bits of a sum in the group's order."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.seeds import in_ci
 from torch import nn
 
 import asyncdist as ad
@@ -126,7 +127,7 @@ def test_a_restarted_rank_begins_a_message_anew() -> None:
     assert [each.message for each in received] == [Block(bytes(LARGEST))]
 
 
-@pytest.mark.parametrize(("ranks", "pairs"), [(2, 1900), (4, 910)])
+@pytest.mark.parametrize(("ranks", "pairs"), in_ci([(2, 1900), (4, 910)], (2, 1900)))
 def test_an_evolution_strategy_with_many_pairs_makes_rounds(ranks: int, pairs: int) -> None:
     """Regression: the leader's decision was larger than a frame, and all ranks waited forever."""
 
@@ -145,7 +146,7 @@ def test_an_evolution_strategy_with_many_pairs_makes_rounds(ranks: int, pairs: i
     assert ad.simulate(main, ranks=ranks, seed=1).results == (2,) * ranks
 
 
-@pytest.mark.parametrize("at_s", [0.0101, 0.0115, 0.0125])
+@pytest.mark.parametrize("at_s", in_ci([0.0101, 0.0115, 0.0125], 0.0115))
 def test_reports_after_a_loss_may_be_larger_than_a_frame(at_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: with 400 ranks and 12 fragments, the report of the rounds was not sent, and all ranks waited."""
     of_few_ranks = MemberRound.round_state

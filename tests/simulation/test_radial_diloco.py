@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.facts import naming
+from support.seeds import in_ci
 from support.tokens import tokens_for
 from torch import nn
 from unit.test_radial import expected
@@ -70,7 +71,7 @@ def oracle(ranks: int, weights: list[float]) -> list[list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("weights", ["equal", "tokens"])
+@pytest.mark.parametrize("weights", in_ci(["equal", "tokens"], "tokens"))
 def test_fifty_radial_rounds_equal_the_oracle(weights: str) -> None:
     options = {"merge": "radial", "weights": weights}
     results = ad.simulate(train, DiLoCoPolicy, options, EVERY * ROUNDS, ranks=3, seed=1, strict=True).results

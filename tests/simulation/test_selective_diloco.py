@@ -13,7 +13,7 @@ import pytest
 import torch
 from scripts.population import clone_state, equal_states, sgd
 from support.facts import names
-from support.seeds import seeds
+from support.seeds import in_ci, seeds
 from torch import nn
 
 import asyncdist as ad
@@ -82,7 +82,11 @@ def test_a_lost_leader_changes_no_decision_at_any_moment(lost: tuple[int, ...], 
 
 
 @pytest.mark.parametrize(
-    "rule", [{}, {"fragments": 2, "overlap_steps": 2, "mixing": 0.5, "every": 4}, {"warmup_steps": 5}]
+    "rule",
+    in_ci(
+        [{}, {"fragments": 2, "overlap_steps": 2, "mixing": 0.5, "every": 4}, {"warmup_steps": 5}],
+        *({"fragments": 2, "overlap_steps": 2, "mixing": 0.5, "every": 4},),
+    ),
 )
 def test_equal_gains_equal_diloco_bit_for_bit(rule: dict[str, Any]) -> None:
     async def main(world: ad.World, kind: Any, options: dict[str, Any]) -> Any:
@@ -326,7 +330,7 @@ SAVED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [7, 11])
+@pytest.mark.parametrize("at", in_ci([7, 11], 7))
 @pytest.mark.parametrize("kind", SAVED)
 def test_a_saved_population_continues_to_the_bit(kind: str, at: int, tmp_path: Path) -> None:
     async def main(world: ad.World, first: int, last: int) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from support.seeds import in_ci
 from support.waits import waits_of_mains
 
 from asyncdist import cli
@@ -155,16 +156,6 @@ def test_a_misspelled_option_after_the_script_is_reported(sim: Sim, script: str)
     assert sim(script, "-n", 2, "--other", 7).err == ""
 
 
-@pytest.mark.workers
-@pytest.mark.slow
-def test_the_note_about_an_option_is_printed_once(script: str) -> None:
-    """Regression: the process restarts to fix the hash seed, and printed the note before and after."""
-    words = [sys.executable, "-m", "asyncdist", "sim", script, "-n", "2", "--sed", "7"]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=environ)
-    assert ended.stderr.count("did you mean --seed?") == 1
-
-
 def test_options_may_stand_before_the_script(sim: Sim, script: str) -> None:
     result = sim("--ranks=5", script, "--seed=7", "ranks")
     assert (result.code, result.digest) == (0, sim(script, "-n", 5, "--seed", 7, "ranks").digest)
@@ -218,23 +209,27 @@ ad.run(main)
 
 @pytest.mark.workers
 @pytest.mark.slow
-def test_a_hash_seed_that_the_script_sets_is_not_repeated(tmp_path: Path) -> None:
-    """Regression: the repeat line had the script's PYTHONHASHSEED, with which the run was a different one."""
+@pytest.mark.parametrize("given", in_ci(["", "5"], ""))
+def test_hash_seeds_of_the_script_and_restarts_leave_no_trace(tmp_path: Path, given: str) -> None:
+    """Regression: the repeat line had the script's PYTHONHASHSEED, with which the run was a different one.
+
+    The process restarts to fix a hash seed that is not given, and printed a note before and after that.
+    """
     script = tmp_path / "sets.py"
     script.write_text(SETS_HASH_SEED)
     unset = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
-    for environ, prefix in ((unset, ""), ({**unset, "PYTHONHASHSEED": "5"}, "PYTHONHASHSEED=5 ")):
-        told = subprocess.run(
-            [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2"],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
-        (line,) = [line for line in told.splitlines() if line.startswith("repeat it: ")]
-        assert "4444" not in line and line.startswith(f"repeat it: {prefix}"), line
-        assert prefix or "PYTHONHASHSEED" not in line, line
+    ended = subprocess.run(
+        [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2", "--sed", "7"],
+        env={**unset, "PYTHONHASHSEED": given} if given else unset,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("repeat it: ")]
+    assert "4444" not in line and line.startswith("repeat it: PYTHONHASHSEED=5 " if given else "repeat it: "), line
+    assert given or "PYTHONHASHSEED" not in line, line
+    assert ended.stderr.count("did you mean --seed?") == 1
 
 
 @pytest.mark.workers

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import in_ci
 from torch import nn
 
 import asyncdist as ad
@@ -118,7 +119,7 @@ def test_a_state_that_no_load_accepts_is_refused_at_the_save(tmp_path: Path) -> 
     ad.simulate(main, ranks=1, seed=1).value()
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", in_ci(WRAPPERS, "schedule-free"))
 def test_a_restarted_rank_loads_the_state_of_a_wrapper(name: str) -> None:
     """Regression: the restarted rank died of KeyError: 'state'."""
 

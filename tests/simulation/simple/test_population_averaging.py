@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from simulation.simple_scenarios import Array, Plan, check, mean_of, run
+from support.seeds import in_ci
 from torch import nn
 from unit.test_simple_rules import GOLDEN, MASK, split_mix
 
@@ -84,8 +86,14 @@ def test_a_pull_out_of_range_is_refused(pull: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", [PAIRS, CENTER], ids=["pairs", "center"])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    in_ci(
+        itertools.product([PAIRS, CENTER], [torch.float64, torch.float32]),
+        *((PAIRS, torch.float32), (CENTER, torch.float64)),
+    ),
+    ids=["pairs-float64", "pairs-float32", "center-float64", "center-float32"],
+)
 def test_fifty_rounds_of_pairs_and_of_a_center_are_exact(options: dict[str, Any], dtype: torch.dtype) -> None:
     plan = Plan(policy="PopulationAveragingPolicy", options=options, dtype=dtype, steps=(50,) * 4)
     assert check(plan, run(plan)[1], 0.0) == 50
@@ -101,7 +109,7 @@ def pair_of(seed: int, number: int, rank: int, members: Sequence[int]) -> tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4, 5])
+@pytest.mark.parametrize("ranks", in_ci([4, 5], 5))
 def test_pairs_are_drawn_from_the_seed_and_the_round(ranks: int) -> None:
     plan = Plan(policy="PopulationAveragingPolicy", options=PAIRS, ranks=ranks, steps=(30,) * ranks)
     _, record = run(plan)
