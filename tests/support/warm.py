@@ -13,8 +13,8 @@ passes signals on, and ends as the child ends. The child runs the script as ``as
 - A rank ends with the process that mpirun has started for it, and with the server. The server ends with the test
   session, whose pipe is its standard input.
 - Three properties differ from a separate process: ranks share one seed of ``hash``; variables that torch reads when it
-  is imported are those of the server; and torch and most of Python are not destroyed at the end, which took most of a
-  short rank's time. Jobs with such variables start cold, and so end cold.
+  is imported are those of the server; and torch is not destroyed at the end, which took half of a short rank's time.
+  Jobs with such variables start cold, and so end cold.
 - Programs that start ranks themselves, such as the demo and the documentation's programs, start them warm if they have
   the variables of ``environment``: Python reads ``warm_site/sitecustomize.py`` first.
 - This works on Linux only. On other systems, every rank starts cold.
@@ -36,7 +36,7 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,8 @@ LIBRARIES = (
     *("lightning", "transformers", "transformers.trainer", "accelerate"),
     *("gfn.gym", "gfn.gflownet", "gfn.containers.replay_buffer_manager"),
 )
-#: Packages whose modules are destroyed at the end of a warm rank: those of a program, and those of the standard library
-#: that hold its objects.
-DESTROYED = {
-    *("__main__", "asyncdist", "protocols"),
-    *("asyncio", "concurrent", "logging", "multiprocessing", "socket", "subprocess", "tempfile", "threading"),
-}
+#: Packages whose modules are destroyed at the end of a warm rank.
+DESTROYED = {*sys.stdlib_module_names, "__main__", "asyncdist", "mpi4py", "protocols"}
 
 
 def command(
@@ -179,8 +175,8 @@ def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
 def _shorten_ends() -> None:
     """Let ranks end without destroying the imported libraries, which would copy the memory that all ranks share.
 
-    Everything else happens as in a cold rank: exit handlers run, modules in ``DESTROYED`` are destroyed, and MPI is
-    finalised.
+    Everything else happens as in a cold rank: exit handlers run, modules of asyncdist, of the standard library and of
+    the script are destroyed, MPI is finalised, and libraries that the rank has loaded itself are unloaded.
     """
     import ctypes
     import weakref
@@ -204,38 +200,6 @@ def _keep_libraries() -> None:
         names = [name for name in sys.modules if name.partition(".")[0] not in DESTROYED]
         libraries = [sys.modules.pop(name) for name in names]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(libraries))
-
-
-class _Leaving:
-    """Ends the process when Python clears the module ``sys``, after all other modules, with the script's exit code.
-
-    Then Python would only free its own memory. For that it changes every interned string, and so copies a fifth of the
-    memory that all ranks share.
-    """
-
-    def __init__(self, code: int) -> None:
-        import ctypes
-
-        self.code = code
-        self.flush_c = ctypes.CDLL(None).fflush
-        self.mpi = sys.modules.get("mpi4py.MPI")
-
-    def __del__(self, sys: Any = sys, leave: Callable[[int], None] = os._exit) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # raised if the script has closed it, or nobody reads it
-                stream.flush()
-        if self.mpi is not None and self.mpi.Is_initialized() and not self.mpi.Is_finalized():
-            self.mpi.Finalize()
-        self.flush_c(None)
-        leave(self.code)  # not C's exit(), which would free objects of torch
-
-    @classmethod
-    def soon(cls, code: object) -> None:
-        """End early, unless the code is one that Python has to interpret, or MPI is not to be finalised."""
-        code = 0 if code is None else code
-        is_finalised = "mpi4py" not in sys.modules or sys.modules["mpi4py"].rc.finalize is not False
-        if isinstance(code, int) and 0 <= code < 256 and is_finalised:
-            sys._asyncdist_leaving = cls(code)  # type: ignore[attr-defined]
 
 
 def _serve(listener: socket.socket, ready: selectors.BaseSelector) -> dict[str, Any]:
@@ -321,16 +285,11 @@ def become(job: dict[str, Any], server: int) -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     script, *arguments = job["arguments"]
-    try:
-        if script == SIMULATION:
-            sys.argv = job["arguments"]
-            sys.modules["__main__"] = types.ModuleType("__main__")
-            cli.main()
-        rank_program.run_script(script, arguments)
-    except SystemExit as error:
-        _Leaving.soon(error.code)
-        raise
-    _Leaving.soon(0)
+    if script == SIMULATION:
+        sys.argv = job["arguments"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        cli.main()
+    rank_program.run_script(script, arguments)
 
 
 def _enter(namespaces: Sequence[int]) -> bool:
