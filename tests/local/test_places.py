@@ -459,6 +459,8 @@ class Keeper:
 class Rank:
     """A process of one rank, which ends when the test ends it."""
 
+    is_lost = False
+
     def __init__(self, rank: int, events: Any) -> None:
         self.rank, self.events = rank, events
         self.returncode: int | None = None
