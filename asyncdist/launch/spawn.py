@@ -262,7 +262,7 @@ class _Child:
             return False
         if not self.has_ended:
             self.has_ended = True  # later, another process may have the rank's process ID
-            self._end_rest()
+            self.end_rest()
         if not self.pipe.closed:
             self.read()
         if code and self.failure is None:
@@ -286,7 +286,7 @@ class _Child:
         if self.process.pid is not None and self.process.exitcode is None:
             os.kill(self.process.pid, number)
 
-    def _end_rest(self) -> None:
+    def end_rest(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a signal to a group of zombies
             os.killpg(cast("int", self.process.pid), signal.SIGKILL)
         guardians.kill_all(self.rest)
