@@ -241,7 +241,8 @@ def _announce_places(
     for rank in range(places):
         store_server.send_line(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
     run_id = variables["TORCHELASTIC_RUN_ID"]
-    job = place_claims.describe(run_id, places, places - ranks, __version__, is_open=is_open)
+    host = addresses.describe_host()
+    job = place_claims.describe(run_id, places, places - ranks, __version__, host=host, is_open=is_open)
     store_server.send_line(server, f"asyncdist/{place_claims.JOB} {job}")
     address = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
     free = places - ranks
