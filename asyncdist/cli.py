@@ -194,13 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         environment.fix_hash_seed()
     if options.command == "sim" and not is_ended:  # after the restart, which would print the note again
         _report_similar_option(rest)
-    if options.command == "run" and options.live:
-        from asyncdist.launch import live_table  # imported only here, because it loads msgspec
-
-        sys.exit(live_table.run([*(word for word in own if word != "--live"), *rest]))
     from asyncdist.launchers import launcher_signals
 
     with launcher_signals.heeding_children():
+        if options.command == "run" and options.live:
+            from asyncdist.launch import live_table  # imported only here, because it loads msgspec
+
+            sys.exit(live_table.run([*(word for word in own if word != "--live"), *rest]))
         try:
             sys.exit(_main(options, rest))
         except KeyboardInterrupt as interrupt:

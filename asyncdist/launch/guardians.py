@@ -192,7 +192,9 @@ class ProcessHandle:
     def wait(self, timeout_s: float) -> None:
         """Wait until the process has ended, or until the timeout has passed."""
         if self._pidfd is not None:
-            select.select([self._pidfd], [], [], timeout_s)
+            poller = select.poll()  # select() refuses descriptors from 1024 on
+            poller.register(self._pidfd, select.POLLIN)
+            poller.poll(timeout_s * 1000)
             return
         deadline = time.monotonic() + timeout_s
         while _start_of(self._pid) == self._start and time.monotonic() < deadline:

@@ -9,6 +9,7 @@
   another way within ``SETTLE_S`` is therefore the cause.
 - The other ranks get SIGTERM, and are killed after ``launcher_signals.STOP_S``. No process is left behind, on Linux
   even if the launcher itself is killed.
+- If the connection to another host is lost, the ranks of that host are lost, and the other ranks continue.
 - With ``restarts``, a rank that was killed by a signal is restarted with the same variables, except for
   ASYNCDIST_INCARNATION, which counts the restarts. A rank that exits is not restarted, because it has returned or has
   notified the others of its failure. A separate process serves the store (:mod:`asyncdist.launch.store_server`), so
@@ -53,9 +54,14 @@ Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late", "store"], int
 
 
 class Process(Protocol):
-    """The process of a rank, on this host or another host, with a ``returncode`` as in :mod:`subprocess`."""
+    """The process of a rank, on this host or another host, with a ``returncode`` as in :mod:`subprocess`.
+
+    Attributes:
+        is_lost: Whether the connection to the rank's host has ended. The other ranks then continue without the rank.
+    """
 
     returncode: int | None
+    is_lost: bool
 
     def send_signal(self, number: int, /) -> None:
         """Send a signal to the process if it is running."""
@@ -69,6 +75,8 @@ P = TypeVar("P", bound=Process)
 
 class RankProcess(subprocess.Popen[bytes]):
     """The process of a rank on this host."""
+
+    is_lost = False
 
     def end(self) -> None:
         """Kill the rank and all processes that it has started."""
@@ -233,7 +241,8 @@ def _announce_places(
     for rank in range(places):
         store_server.send_line(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
     run_id = variables["TORCHELASTIC_RUN_ID"]
-    job = place_claims.describe(run_id, places, places - ranks, __version__, is_open=is_open)
+    host = addresses.describe_host()
+    job = place_claims.describe(run_id, places, places - ranks, __version__, host=host, is_open=is_open)
     store_server.send_line(server, f"asyncdist/{place_claims.JOB} {job}")
     address = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
     free = places - ranks
@@ -419,7 +428,9 @@ class _Supervision(Generic[P]):
         newcomer = self._restarts.newcomer(rank)
         if self._code or not returncode:
             return
-        if returncode > 0 and newcomer:  # the ranks of the joined job decide whether the job fails
+        if self._processes[rank].is_lost:  # this was reported when the connection ended
+            self._lost_code = self._lost_code or returncode
+        elif returncode > 0 and newcomer:  # the ranks of the joined job decide whether the job fails
             self._lost_code = self._lost_code or returncode
             local_host.print_launcher_line(f"rank {rank}, {newcomer}, {endings.describe_end(returncode)}")
         elif (

@@ -51,9 +51,13 @@ class ClaimError(Exception):
     """Raised if free ranks of a job cannot be reserved. The message gives the reason."""
 
 
-def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:
-    """Return a job's description as JSON. The last ``empty_count`` of its ``size`` ranks may join later."""
-    return json.dumps({"job": job, "size": size, "empty_count": empty_count, "version": version, "is_open": is_open})
+def describe(job: str, size: int, empty_count: int, version: str, *, host: str, is_open: bool = False) -> str:
+    """Return a job's description as JSON. The last ``empty_count`` of its ``size`` ranks may join later.
+
+    ``host`` identifies the host of the job's launcher.
+    """
+    facts = {"job": job, "size": size, "empty_count": empty_count, "version": version}
+    return json.dumps({**facts, "host": host, "is_open": is_open})
 
 
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:

@@ -20,6 +20,8 @@ OPTIONS: Final = (
     *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s", "--record"),
     *("--metrics", "--restarts", "--places", "--join", "-m"),
 )
+#: Maximum number of places. The launcher writes each place to the store before the first rank starts.
+_PLACES_MAX: Final = 10_000
 _Variables: TypeAlias = Mapping[str, str]
 
 
@@ -296,3 +298,5 @@ def _check_supported(transport: str, options: argparse.Namespace) -> None:
         raise local_host.LaunchError(
             f"--places must be >= {options.ranks} with -n {options.ranks}, got {options.places}"
         )
+    if options.places is not None and options.places > _PLACES_MAX:
+        raise local_host.LaunchError(f"--places must be <= {_PLACES_MAX}, got {options.places}")

@@ -227,6 +227,7 @@ class _Child:
         failure: Traceback of the rank, or a description of how it ended; None if it has not failed.
         kind: Kind of failure: ``CAUSE``, ``PERHAPS`` or ``CONSEQUENCE``.
         rest: Pidfds of the rank's descendants at the time of SIGTERM.
+        has_ended: Whether the end of the rank was noticed, and its descendants were killed.
     """
 
     rank: int
@@ -238,6 +239,7 @@ class _Child:
     kind: bytes = CAUSE
     failed_at_s: float = 0.0
     rest: list[guardians.ProcessHandle] = field(default_factory=list)
+    has_ended: bool = False
 
     def read(self) -> None:
         try:
@@ -258,7 +260,9 @@ class _Child:
         code = self.process.exitcode  # the sentinel is unreliable, because a forked child may keep it open
         if code is None:
             return False
-        self.end_rest()
+        if not self.has_ended:
+            self.has_ended = True  # later, another process may have the rank's process ID
+            self.end_rest()
         if not self.pipe.closed:
             self.read()
         if code and self.failure is None:
@@ -400,5 +404,5 @@ def _stop_all(ranks: Sequence[_Child]) -> None:
                 child.process.kill()
         for child in ranks:
             child.process.join()
-            child.end_rest()
+            child.reap()
             child.pipe.close()

@@ -12,6 +12,8 @@ from asyncdist.local_host import LaunchError
 
 #: File with Linux's ephemeral port range.
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: File whose content identifies the host until it restarts, and is the same in all containers on the host.
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 #: First ephemeral port according to RFC 6335.
 _RFC_6335_FIRST: Final = 49152
 #: Minimum number of ports below the ephemeral range. If there are fewer, most may be reserved for services.
@@ -20,6 +22,14 @@ _PORT_COUNT_MIN: Final = 16384
 _BACKLOG: Final = 4096
 #: Number of random ports to try before giving up.
 _DRAW_COUNT: Final = 64
+
+
+def describe_host() -> str:
+    """Return a string that differs between hosts, and between containers with hostnames of their own."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = _BOOT.read_text().strip()
+    return f"{socket.gethostname()} {boot}"
 
 
 def check_address(name: str, address: str) -> None:

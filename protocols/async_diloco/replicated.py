@@ -147,11 +147,9 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         """Return the number that the first rank of this restarted replica passes to this method."""
         return (own,) if self._links is None else (await self._links.replica.gathered(own))[:1]
 
-    async def _try_to_join(
-        self, deadline: float | None, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
-    ) -> bool:
+    async def _try_to_join(self, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool) -> bool:
         if self._world.rank in self._member_ranks():
-            return await super()._try_to_join(deadline, values, left, attempt, may_start=may_start)
+            return await super()._try_to_join(values, left, attempt, may_start=may_start)
         await self._rejoin_replica()
         (leader,) = await self._gather_in_replica(REFUSED)
         if leader == REFUSED:

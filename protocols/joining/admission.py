@@ -116,12 +116,11 @@ class Admission:
 
         Args:
             nbytes: Size of the model in bytes, which limits the size of the state.
-            timeout_s: Time limit of the start in seconds.
-            deadline: End of the time limit. None to start the limit at the admission, for which this rank waits without
-                limit.
+            timeout_s: Time limit of the start in seconds. It also limits the time between two parts of the state.
+            deadline: End of the time limit for the admission. None to wait for the admission without limit.
 
         Raises:
-            StartTimeoutError: The leader did not admit this rank before the deadline.
+            StartTimeoutError: The leader did not admit this rank before the deadline, or stopped sending its state.
             RankLostError: The leader was lost or has left, or another rank of this rank's replica was lost.
         """
         membership, leader = self._membership, self._membership.leader
@@ -151,14 +150,22 @@ class Admission:
             raise RankLostError("another rank of this rank's replica is lost", rank=services.rank)
         if has_left():
             raise RankLostError(f"rank {leader} left before it sent its state", rank=leader)
-        deadline = services.time() + timeout_s if deadline is None else deadline
+
+        def next_deadline() -> float:
+            return services.time() + timeout_s
+
+        donor, number, limit = membership.donor, membership.admission, state_nbytes_max(nbytes)
         try:
-            number, limit = membership.admission, state_nbytes_max(nbytes)
-            donor = membership.donor
-            data: torch.Tensor = await self._states.take(donor, number, nbytes_max=limit, deadline=deadline)
+            data: torch.Tensor = await self._states.take(donor, number, nbytes_max=limit, deadline=next_deadline)
+        except TimeoutError as error:
+            raise StartTimeoutError(
+                f"rank {donor} sent no part of its state for {timeout_s:g} s; check the network, or pass a larger "
+                "start_timeout_s",
+                missing=(),
+            ) from error
         except AsyncdistError as error:
             if isinstance(error, StreamAborted):  # the leader's Left message has another tag and may arrive later
-                await services.engine.until(has_left, wait, deadline=deadline)
+                await services.engine.until(has_left, wait, deadline=next_deadline())
             if not has_left():
                 raise
             raise RankLostError(f"rank {leader} left while it admitted this rank", rank=leader) from error

@@ -113,15 +113,13 @@ class JoinablePolicy(SpawnPolicy):
         # The other ranks must not count this rank as a member before they admit it.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         check_sendable(self.model, self.optimizer)
-        # The leader admits a replica of several ranks only when it applies an average, which has no time limit.
-        deadline = self._world.time() + self._start_timeout_s if self._replicas.size == 1 else None
         values = self._shared_values()
         left = newest_left(
             self._services, self._member_ranks(), values
         )  # before any attempt: a failed one leaves a policy
         attempt = 1
         try:
-            while not await self._try_to_join(deadline, values, left, attempt, may_start=was_admitted):
+            while not await self._try_to_join(values, left, attempt, may_start=was_admitted):
                 attempt += 1
                 logger.info("the leader was lost before it admitted this rank; this rank asks the next leader")
         except BaseException:
@@ -129,13 +127,13 @@ class JoinablePolicy(SpawnPolicy):
             raise
         self._services.is_admitted = True
 
-    async def _try_to_join(
-        self, deadline: float | None, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool
-    ) -> bool:
+    async def _try_to_join(self, values: Mapping[str, str], left: int, attempt: int, *, may_start: bool) -> bool:
         """Try to join once. Return False if the leader is lost while it sends its state.
 
         The ranks of a restarted replica join together: they ask the same leader, and either all get a state or none.
         """
+        # The leader admits a replica of several ranks only when it applies an average, which has no time limit.
+        deadline = self._world.time() + self._start_timeout_s if self._replicas.size == 1 else None
         await self._rejoin_replica()
         try:
             facts = self._services, self._member_ranks(), values, self._start_timeout_s

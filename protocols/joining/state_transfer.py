@@ -232,12 +232,15 @@ class StateTransfer:
         self.withdraw()
         self._channel.close(afterwards=self._on_message)
 
-    async def take(self, donor: int, round: int, *, nbytes_max: int, deadline: float) -> torch.Tensor:
+    async def take(self, donor: int, round: int, *, nbytes_max: int, deadline: Callable[[], float]) -> torch.Tensor:
         """Receive the state that ``donor`` offers in ``round``, as bytes for :func:`unpacked`.
+
+        Args:
+            deadline: Function that returns the deadline of the next chunk, a time on the loop's clock in seconds.
 
         Raises:
             RankLostError: The donor is lost or has left.
-            TimeoutError: The deadline has passed.
+            TimeoutError: A chunk's deadline has passed.
             RemoteProtocolError: The donor offers no state, or has aborted.
             StateSizeError: The state is larger than ``nbytes_max``.
         """
@@ -254,7 +257,7 @@ class StateTransfer:
         await self._receive(state, donor, round, deadline)
         return state
 
-    async def _receive(self, into: torch.Tensor, donor: int, round: int, deadline: float) -> None:
+    async def _receive(self, into: torch.Tensor, donor: int, round: int, deadline: Callable[[], float]) -> None:
         services = self._services
 
         def cancel(slot: int) -> None:
@@ -263,10 +266,12 @@ class StateTransfer:
                 with contextlib.suppress(BusyError, ClosedError):
                     self._channel.send_nowait(Cancel(slot), donor)
 
-        with services.slots.inbound(donor, split(byte_view(into), CHUNK_NBYTES), cancel) as stream:
+        chunks = split(byte_view(into), CHUNK_NBYTES)
+        with services.slots.inbound(donor, chunks, cancel) as stream:
             self._channel.send_nowait(Grant(stream.slot, into.numel(), CHUNK_NBYTES), donor, round=round)
-            async for _ in stream.chunks(deadline=deadline):
-                pass
+            stream.flow()
+            for index in range(len(chunks)):
+                await stream.arrival(index, deadline=deadline())
 
     def _on_message(self, envelope: Envelope[StateMessage]) -> None:
         source, message = envelope.source, envelope.message

@@ -11,8 +11,11 @@ from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Maximum number of seconds between the times at which two ranks notice the same loss.
-_NOTICED_AFTER_S: Final = 1.0
+#: Maximum number of seconds between the times at which two ranks notice the same loss. On torch, the probes of the
+#: connections to a lost host fail after 25 to 35 s.
+_NOTICED_WITHIN_S: Final = 15.0
+#: Seconds between a failed attempt and the next one, unless this rank notices a loss meanwhile.
+_RETRY_S: Final = 1.0
 
 
 async def start_without_lost(
@@ -20,8 +23,8 @@ async def start_without_lost(
 ) -> None:
     """Start a policy without lost ranks. Retry the start without a rank that is lost meanwhile.
 
-    Members notice a loss at different times, so their first attempts may include different ranks and fail. Restarted
-    ranks are not included.
+    Members notice a loss at different times. Until all of them have noticed it, their attempts include different ranks
+    and fail. Restarted ranks are not included.
 
     Args:
         services: Services of this rank, which is not a restarted rank.
@@ -31,7 +34,8 @@ async def start_without_lost(
     Raises:
         AsyncdistError: ``start`` has failed, and no further loss explains the failure.
     """
-    give_up_at = services.time() + timeout_s
+    give_up_at = until = services.time() + timeout_s
+    failed_with: frozenset[int] | None = None  # ranks that were lost in the last failed attempt
     while True:
         lost = _lost(services)
         try:
@@ -39,12 +43,18 @@ async def start_without_lost(
             return
         except (RankLostError, ClosedError, DisagreementError) as error:
             has_other_reason = isinstance(error, DisagreementError) and error.facts.get("difference") != "ranks"
-            if has_other_reason or services.engine.failure is not None or services.time() >= give_up_at:
+            now = services.time()
+            if lost != failed_with:
+                failed_with, until = lost, min(give_up_at, now + _NOTICED_WITHIN_S)
+            if has_other_reason or services.engine.failure is not None or now >= until:
                 raise
-            # Another rank may have noticed a loss that this rank has not noticed yet.
-            until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
             has_changed = functools.partial(_has_changed, services, lost)
-            if not await services.engine.until(has_changed, WaitId(WaitKind.LOSSES), deadline=until):
+            retry_at = min(until, now + _RETRY_S)
+            is_noticed = await services.engine.until(has_changed, WaitId(WaitKind.LOSSES), deadline=retry_at)
+            # Another rank may have noticed a loss that this rank has not noticed yet, or the reverse. If no rank is
+            # lost, a disagreement about the ranks is an error of the script.
+            is_due_to_loss = isinstance(error, RankLostError) or (isinstance(error, DisagreementError) and lost)
+            if not is_noticed and not is_due_to_loss:
                 raise
 
 

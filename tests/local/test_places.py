@@ -25,7 +25,7 @@ from asyncdist.launch import joining_ranks, local_ranks, place_claims
 from asyncdist.launch.place_claims import ClaimError, claim, keep
 from asyncdist.launch.supervision.endings import describe_end
 from asyncdist.launch.supervision.restarts import Restarts
-from asyncdist.launchers import detection, job_rendezvous
+from asyncdist.launchers import addresses, detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.local_host import LaunchError
 from asyncdist.transports.matching import CallbackQueue, Matcher
@@ -45,7 +45,7 @@ def job_of(states: list[str], version: str = VERSION) -> HashStore:
     store = HashStore()
     for rank, state in enumerate(states):
         store.set(f"place/{rank}", state)
-    store.set(place_claims.JOB, place_claims.describe("a job", len(states), 2, version))
+    store.set(place_claims.JOB, place_claims.describe("a job", len(states), 2, version, host=""))
     return store
 
 
@@ -65,6 +65,7 @@ def test_lowest_free_places_are_taken_even_if_given_up_before() -> None:
         "size": 5,
         "empty_count": 2,
         "version": VERSION,
+        "host": "",
         "is_open": False,
         "places": [(1, 3), (3, 1)],
     }
@@ -178,7 +179,7 @@ def test_places_of_a_launcher_killed_during_the_claim_are_free(monkeypatch: pyte
     store = SealedStore(common, JobSecret(b"k" * 16).at_port(1)).part("asyncdist")
     for rank, state in enumerate(["held", "free 1"]):
         store.set(f"place/{rank}", state)
-    store.set(place_claims.JOB, place_claims.describe("a job", 2, 1, VERSION))
+    store.set(place_claims.JOB, place_claims.describe("a job", 2, 1, VERSION, host=""))
     monkeypatch.setenv("ASYNCDIST_JOB_SECRET", "k" * 16)
     monkeypatch.setattr("torch.distributed.TCPStore", lambda *_, **__: common)
     monkeypatch.setattr("sys.stdin", io.StringIO())
@@ -224,7 +225,8 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     nested |= {"ASYNCDIST_INCARNATION": "2", "ASYNCDIST_LOOPBACK": "0"}
     place = job_rendezvous.torch_rendezvous(nested)
     assert (place.empty_count, place.incarnation, place.admits_restarted, place.is_loopback) == (0, 0, False, True)
-    job = {"job": places[0].job, "size": 4, "empty_count": 2, "is_open": False, "places": [(1, 5), (3, 1)]}
+    described = place_claims.describe(places[0].job, 4, 2, VERSION, host=addresses.describe_host())
+    job = {**json.loads(described), "places": [(1, 5), (3, 1)]}
     joined = joining_ranks.build_environments({"RANK": "9"}, job, host="localhost", port=123, threads=None)
     coming = {rank: job_rendezvous.torch_rendezvous(each) for rank, each in joined.items()}
     assert [(place.rank, place.size, place.empty_count, place.incarnation) for place in coming.values()] == [
@@ -235,7 +237,9 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     assert {(place.address, place.port, place.job) for place in coming.values()} == {("localhost", 123, job["job"])}
     assert detection.detect(joined[3]).rank == 3
     assert [detection.local_rank(each) for each in joined.values()] == [1, 3], "ranks of a host must not share a GPU"
-    elsewhere = joining_ranks.build_environments({}, job, host="host1", port=123, threads=None)
+    by_name = joining_ranks.build_environments({}, job, host="host1", port=123, threads=None)
+    assert [detection.local_rank(each) for each in by_name.values()] == [1, 3], "the host may have been named"
+    elsewhere = joining_ranks.build_environments({}, {**job, "host": "host1"}, host="host1", port=123, threads=None)
     assert [detection.local_rank(each) for each in elsewhere.values()] == [0, 1]
 
 
@@ -253,6 +257,7 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
         (["--hosts", "h:2", "--places", "4", "--transport", "torch"], "--places cannot be used with --hosts"),
         (["--hosts", "h:2", "--join", "h:1"], "--join cannot be used with --hosts"),
         (["-n", "3", "--places", "2", "--transport", "torch"], "--places must be >= 3 with -n 3, got 2"),
+        (["-n", "1", "--places", "10001", "--transport", "torch"], "--places must be <= 10000, got 10001"),
         (["--places", "2", "--join", "h:1"], "--places cannot be used with --join"),
         (["--join", "29500"], "--join must be HOST:PORT as asyncdist run --places printed it, got '29500'"),
         (["--join", "h:99999"], "--join must be HOST:PORT as asyncdist run --places printed it, got 'h:99999'"),
@@ -458,6 +463,8 @@ class Keeper:
 
 class Rank:
     """A process of one rank, which ends when the test ends it."""
+
+    is_lost = False
 
     def __init__(self, rank: int, events: Any) -> None:
         self.rank, self.events = rank, events

@@ -21,7 +21,7 @@ async def test_state_is_taken_in_its_round_and_ended_donors_answer() -> None:
         donor, newcomer = StateTransfer(first.services, SCOPE), StateTransfer(second.services, SCOPE)
 
         async def take(round: int, nbytes_max: int = 1 << 30) -> torch.Tensor:
-            return await newcomer.take(0, round, nbytes_max=nbytes_max, deadline=math.inf)
+            return await newcomer.take(0, round, nbytes_max=nbytes_max, deadline=lambda: math.inf)
 
         donor.offer(3, packed(STATE))
         taken = unpacked(await take(3))

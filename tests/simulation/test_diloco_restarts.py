@@ -14,8 +14,9 @@ from support.facts import names
 from support.seeds import seeds
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, Kill, Partition, Restart, SlowLink, simulate
+from asyncdist.simulation import Fault, Kill, Link, Network, Partition, Restart, SlowLink, simulate
 from protocols import DiLoCoPolicy
+from protocols.joining import state_transfer
 from protocols.joining.admission import Admission
 
 STEPS, EVERY = 24, 3
@@ -240,3 +241,30 @@ def test_a_newcomer_without_an_answer_names_its_timeout() -> None:
     faults = [Kill(2, at_s=1.0), Restart(2, at_s=2.0), Partition((2,), 1.9, 50.0)]
     report = simulate(rests, 60.0, ranks=3, faults=faults, until_s=200.0)
     assert names(report.results[2], "5 s", "start_timeout_s"), report.results
+
+
+async def _join_slowly(world: ad.World) -> float:
+    """Train until the restarted rank has got the state. Return how long this rank has waited to enter the policy."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1 << 15, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    begun = world.time()
+    async with DiLoCoPolicy(model, optimizer, average_every=1000, start_timeout_s=1.0) as policy:
+        entered_s = world.time() - begun
+        while policy.iteration < 40:
+            await world.sleep(0.2)
+            await policy.step()
+    return entered_s
+
+
+@pytest.mark.parametrize("chunk_nbytes", [1 << 14, state_transfer.CHUNK_NBYTES])
+def test_start_timeout_limits_only_silence_of_the_donor(chunk_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the limit was for the whole transfer, so that no rank with a large state could join."""
+    monkeypatch.setattr(state_transfer, "CHUNK_NBYTES", chunk_nbytes)
+    network, faults = Network(link=Link(bandwidth_nbytes_per_s=1e5)), [Kill(1, at_s=3.0), Restart(1, at_s=3.5)]
+    report = simulate(_join_slowly, ranks=2, seed=0, faults=faults, network=network, return_exceptions=True)
+    if chunk_nbytes == 1 << 14:
+        assert 2.0 < report.results[1] < 4.0, "the state must take longer than the limit"
+    else:
+        assert isinstance(report.results[1], ad.StartTimeoutError)
+        assert names(report.results[1], "rank 0", "1 s", "start_timeout_s")

@@ -406,9 +406,9 @@ def test_a_restarted_donor_gives_its_state_once_admitted() -> None:
         else:
             await services.engine.until(lambda: services.restarted.get(1) == 1)
             with pytest.raises(ad.RankLostError):
-                await states.take(1, 3, nbytes_max=100, deadline=world.time() + 1)
+                await states.take(1, 3, nbytes_max=100, deadline=lambda: world.time() + 1)
             states.admit(1)
-            return (await states.take(1, 3, nbytes_max=100, deadline=world.time() + 1)).tolist()
+            return (await states.take(1, 3, nbytes_max=100, deadline=lambda: world.time() + 1)).tolist()
         return None
 
     faults = [Kill(1, at_s=0.01), Restart(1, at_s=0.02)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import select
 import signal
 import threading
@@ -111,3 +113,22 @@ def test_processes_of_other_users_are_not_waited_for(monkeypatch: pytest.MonkeyP
     handle = guardians.ProcessHandle(os.getppid())
     monkeypatch.setattr(handle, "wait", lambda _: pytest.fail("it waits for a process that has got no signal"))
     guardians.kill_all([handle])
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there are no pidfds")
+def test_end_is_awaited_among_many_open_files() -> None:
+    """Regression: select() refuses descriptors from 1024 on, and its ValueError hid the cause of a failed launch."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2048:
+        pytest.skip("this process may not open enough files")
+    handle = guardians.ProcessHandle(os.getpid())
+    assert handle._pidfd is not None
+    low = handle._pidfd
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    try:
+        handle._pidfd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1500)
+        handle.wait(0.0)
+        handle.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(low)

@@ -7,6 +7,7 @@ import errno
 import io
 import itertools
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import NoReturn
 import pytest
 
 from asyncdist import cli, environment as launch, local_host, rank_program
-from asyncdist.launch import mpirun, run_command, store_server
+from asyncdist.launch import live_table, mpirun, run_command, spawn, store_server
 from asyncdist.launch.mpirun import Installation
 from asyncdist.launchers import addresses
 
@@ -451,3 +452,33 @@ def test_a_prefixed_stream_is_a_complete_text_stream() -> None:
     assert file.getvalue() == expected
     stream.close()
     assert not output.closed, "the interpreter still uses the underlying stream"
+
+
+# -- ranks of launch_subprocesses and --live ---------------------------------------------------------------------------
+
+
+def test_ended_rank_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each check killed the process groups of ended ranks again, whose numbers other processes may have."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, _: killed.append(pid))
+    pipe = SimpleNamespace(closed=True, close=lambda: None)
+    process = SimpleNamespace(exitcode=None, pid=12345, join=lambda: None, terminate=lambda: None)
+    child = spawn._Child(0, process, pipe)  # type: ignore[arg-type]
+    assert not child.reap() and not killed
+    process.exitcode = 0
+    assert child.reap() and child.reap() and killed == [12345]
+    spawn._stop_all([child])
+    assert killed == [12345]
+
+
+def test_live_job_reads_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if SIGCHLD was ignored, a failed job with --live had exit code 0."""
+    seen: list[object] = []
+    monkeypatch.setattr(live_table, "run", lambda _: seen.append(signal.getsignal(signal.SIGCHLD)) or 3)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            cli.main(["run", "--live", "script.py"])
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert seen == [signal.SIG_DFL]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import shutil
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from asyncdist import cli, local_host
-from asyncdist.launch import guardians, mpirun
+from asyncdist.launch import guardians, local_ranks, mpirun
 from asyncdist.launch.hosts import remote_hosts, remote_ranks
-from asyncdist.launch.hosts.remote_hosts import Host
+from asyncdist.launch.hosts.remote_hosts import Host, RemoteRank
+from asyncdist.launch.supervision.restarts import Restarts
 
 HOSTS = [Host("a", 2), Host("user@b", 1)]
 
@@ -106,6 +110,33 @@ def test_each_rank_is_told_its_place() -> None:
     assert set(column("MASTER_ADDR")) == {"a"} and set(column("MASTER_PORT")) == {"1008"}
     assert column("OMP_NUM_THREADS") == ["4", "4", "2"] and column("KEPT") == ["k"] * 3
     assert len(set(column("TORCHELASTIC_RUN_ID"))) == 1
+
+
+class Orders:
+    """Replaces a host's agent that keeps the orders that it gets."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def send(self, *, number: int = 0, **_: object) -> None:
+        self.signals += [number] * bool(number)
+
+
+@pytest.mark.parametrize(("returncode", "code", "signals"), [(None, 255, []), (255, 255, [signal.SIGTERM] * 2)])
+def test_a_lost_host_does_not_stop_the_other_ranks(returncode: int | None, code: int, signals: list[int]) -> None:
+    """Regression: when ssh noticed a lost host, after minutes, its ranks counted as failed, and the others ended."""
+    agent, events = Orders(), queue.SimpleQueue[local_ranks.Event]()
+    ranks = {rank: RemoteRank(agent, rank, partial(events.put, ("ended", rank))) for rank in range(3)}  # type: ignore[arg-type]
+    if returncode is None:
+        ranks[1].note_loss()
+    else:
+        ranks[1].note_end(returncode)
+    for rank in (0, 2):
+        ranks[rank].returncode = 0
+        events.put(("ended", rank))
+    restarts = Restarts(lambda rank, _: ranks[rank], {rank: {} for rank in ranks}, 0)
+    assert local_ranks.supervise(ranks, events, restarts) == code
+    assert agent.signals == signals
 
 
 def test_open_mpi_is_told_of_hosts_and_variables() -> None:

@@ -5,8 +5,8 @@ so all hosts of a job need the same files at the same paths. All hosts are check
 one error reports all problems. When this process ends, the ssh processes and all processes started by agents end.
 
 A host may freeze or be unplugged, and ssh notices this only after many minutes. The launcher therefore probes the
-agents. A silent host does not end a job on torch, because the ranks of the other hosts notice the loss and continue.
-When only ranks of silent hosts are left, the launcher stops waiting for them.
+agents. A silent host, or the end of its connection, does not end a job on torch, because the ranks of the other hosts
+notice the loss and continue. When only ranks of silent hosts are left, the launcher stops waiting for them.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ PROBE_S: Final = 5.0
 SILENCE_S: Final = 30.0
 #: Maximum seconds for ssh to end after the agent was asked to end.
 _CLOSE_S: Final = 15.0
+#: Exit code of ranks whose host is lost. It is also ssh's code for a failed connection.
+_LOST_CODE: Final = 255
 #: Variables that describe a host, a login or a terminal, and are not passed to other hosts.
 _HOST_BOUND: Final = (
     *("HOSTNAME", "DISPLAY", "XAUTHORITY", "PWD", "OLDPWD", "SHLVL", "_"),
@@ -128,13 +130,18 @@ def travelling(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class RemoteRank:
-    """The process of a rank on another host, with a ``returncode`` as in :mod:`subprocess`."""
+    """The process of a rank on another host, with a ``returncode`` as in :mod:`subprocess`.
+
+    Attributes:
+        is_lost: Whether the connection to the rank's host ended while the rank was running.
+    """
 
     def __init__(self, agent: Agent, rank: int, ended: Callable[[], object]) -> None:
         self._agent = agent
         self._rank = rank
         self._ended = ended
         self.returncode: int | None = None
+        self.is_lost = False
 
     def send_signal(self, number: int, /) -> None:
         """Send a signal to the rank if it is running."""
@@ -149,6 +156,11 @@ class RemoteRank:
         """Record that the process has ended with ``returncode``, and notify the launcher."""
         self.returncode = returncode
         self._ended()
+
+    def note_loss(self) -> None:
+        """Record that the connection to the rank's host has ended, and notify the launcher."""
+        self.is_lost = True
+        self.note_end(_LOST_CODE)
 
 
 class Agent:
@@ -243,7 +255,8 @@ class Agent:
             if not is_lost:
                 self._ranks[rank] = started
         if is_lost:
-            self._end_lost({rank: started})
+            self._report_loss([rank])
+            started.note_end(_LOST_CODE)  # the other ranks would wait for a rank that has never run
         else:
             self.send(start=rank, command=list(command), environ=dict(variables))
         return started
@@ -336,18 +349,18 @@ class Agent:
             self._is_lost = True
             lost = dict(self._ranks)
         if lost:
-            self._end_lost(lost)
+            self._report_loss(sorted(lost))
+        for rank in sorted(lost):
+            lost[rank].note_loss()
         self._ranks.clear()
 
-    def _end_lost(self, ranks: Mapping[int, RemoteRank]) -> None:
+    def _report_loss(self, ranks: Sequence[int]) -> None:
         code = self._process.wait()
         self._readers[1].join(_CLOSE_S)
         why = f"; {self._last_line}" * bool(self._last_line)
         local_host.print_launcher_line(
             f"the connection to {self.host.name} has ended (exit code {code}{why}), and with it {ranks_in_words(ranks)}"
         )
-        for rank in sorted(ranks):
-            ranks[rank].note_end(255)
 
     def _warn(self, stderr: IO[bytes]) -> None:
         """Print the host's standard error. Until the agent is ready, only store the last line, to explain a failure."""

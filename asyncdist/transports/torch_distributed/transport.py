@@ -13,11 +13,12 @@ from torch import distributed as dist
 from asyncdist import environment
 from asyncdist.errors import TransportError
 from asyncdist.launchers import detection
+from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.base import Buffer, Capabilities, Request
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Receive, Send
 from asyncdist.transports.torch_distributed import gloo_groups, gloo_mesh
 from asyncdist.transports.torch_distributed.meeting.newcomers import NewcomerConnector, WorldEntry
-from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_store
+from asyncdist.transports.torch_distributed.meeting.rendezvous import join_store
 from asyncdist.trust.living_ranks import LivingRank
 from asyncdist.wording import plural
 
@@ -26,13 +27,13 @@ START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 
 
-def _rank_and_size(rendezvous: Rendezvous | None) -> tuple[int, int]:
+def _rank_and_size(rendezvous: TorchRendezvous | None) -> tuple[int, int]:
     if rendezvous is None:
         return dist.get_rank(), dist.get_world_size()
     return rendezvous.rank, rendezvous.size
 
 
-def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
+def _claim(rendezvous: TorchRendezvous | None) -> LivingRank | None:
     """Register this process for its rank on this host. Raise TransportError if another process runs as this rank."""
     if rendezvous is None or rendezvous.size == 1:
         return None
@@ -66,7 +67,7 @@ class TorchTransport(MatchedTransport):
 
     def __init__(
         self,
-        rendezvous: Rendezvous | None,
+        rendezvous: TorchRendezvous | None,
         *,
         granted_tags: range = range(0),
         start_timeout_s: float | None = None,

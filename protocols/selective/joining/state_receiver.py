@@ -56,7 +56,7 @@ class StateReceiver:
         assert exchange is not None, f"round {number} is complete without an exchange"
         try:
             state = await self._states.take(
-                exchange.donor, number, nbytes_max=self._nbytes_max, deadline=exchange.deadline
+                exchange.donor, number, nbytes_max=self._nbytes_max, deadline=lambda: exchange.deadline
             )
             parts = unpacked(state)
         except StateSizeError:

@@ -73,7 +73,7 @@ class Replacer:
         nbytes_max = state_nbytes_max(self._resources.flat.nbytes)
         try:
             state = await self._states.take(
-                frozen.donors[0], exchange.round, nbytes_max=nbytes_max, deadline=exchange.deadline
+                frozen.donors[0], exchange.round, nbytes_max=nbytes_max, deadline=lambda: exchange.deadline
             )
             exchange.parts = unpacked(state)
         except (AsyncdistError, TimeoutError) as error:

@@ -36,10 +36,11 @@ from typing import Any, Final
 
 from asyncdist._version import describe_version
 from asyncdist.errors import DisagreementError, LateError, TransportError
+from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import connecting
-from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_world, open_store
+from asyncdist.transports.torch_distributed.meeting.rendezvous import join_world, open_store
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore, text_of
 from asyncdist.wording import ranks_in_words
 
@@ -90,7 +91,7 @@ class WorldEntry:
         TransportError: The ranks do not find each other, or the previous process of this rank is alive.
     """
 
-    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+    def __init__(self, rendezvous: TorchRendezvous, timeout_s: float) -> None:
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -221,14 +222,14 @@ class WorldEntry:
 
 #: Token of the last world that this process has entered at each rendezvous. The process takes part in the beginning of
 #: the next world, unless its rank had no process when the job started.
-_entered: dict[Rendezvous, str] = {}
+_entered: dict[TorchRendezvous, str] = {}
 
 
-def _identity(rendezvous: Rendezvous) -> dict[str, Any]:
+def _identity(rendezvous: TorchRendezvous) -> dict[str, Any]:
     return {"job": rendezvous.job, "WORLD_SIZE": rendezvous.size, "version": describe_version()}
 
 
-def _check_running(running: str, rendezvous: Rendezvous) -> str:
+def _check_running(running: str, rendezvous: TorchRendezvous) -> str:
     """Return the running world's token. Raise an error if this process has another job, world size or version."""
     theirs = json.loads(running)
     for what, mine in _identity(rendezvous).items():
@@ -249,7 +250,7 @@ def _record_end(common: Any, rank: int) -> None:
 
 def request_welcome(
     store: Any,
-    rendezvous: Rendezvous,
+    rendezvous: TorchRendezvous,
     has_exited: Callable[[int, int], bool] = lambda rank, incarnation: False,
 ) -> list[int] | None:
     """Record this process in the world's log, and wait until a process of the world agrees to connect to it.
@@ -312,7 +313,7 @@ def _members(
     return [other for other, n in inside if not (store.check([f"closed/{other}.{n}"]) or has_exited(other, n))]
 
 
-def _log_wait(rendezvous: Rendezvous, members: list[int]) -> None:
+def _log_wait(rendezvous: TorchRendezvous, members: list[int]) -> None:
     logger.warning(
         "rank %d %s, but no living rank (%s) has reacted for %.0f s; it waits until one does. A rank cannot react "
         "while its event loop is blocked, for example by a long evaluation",

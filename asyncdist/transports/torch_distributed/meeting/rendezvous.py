@@ -23,17 +23,17 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import distributed as dist
 
 from asyncdist._version import describe_version
 from asyncdist.errors import DisagreementError, TransportError
 from asyncdist.launchers import detection, job_rendezvous
+from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import serving
 from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore, text_of
-from asyncdist.trust.job_secret import JobSecret
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rendezvous")
 
@@ -50,45 +50,12 @@ NOTICE_S: Final = 5.0
 MISSING_NOTICE_S: Final = 30.0
 
 
-class Rendezvous(Protocol):
-    """Describes where and how the ranks of a job find each other. Objects for the same rendezvous are equal.
-
-    :class:`asyncdist.launchers.variables.TorchRendezvous` describes the attributes.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def address(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def is_store_served(self) -> bool: ...
-    @property
-    def incarnation(self) -> int: ...
-    @property
-    def admits_restarted(self) -> bool: ...
-    @property
-    def job(self) -> str: ...
-    @property
-    def empty_count(self) -> int: ...
-    @property
-    def why_missing(self) -> str: ...
-    @property
-    def secret(self) -> JobSecret: ...
-    @property
-    def is_loopback(self) -> bool: ...
-    def __hash__(self) -> int: ...
-
-
 def is_group_initialised() -> bool:
     """Return whether the user has called ``init_process_group``, so that no rendezvous is needed."""
     return dist.is_available() and dist.is_initialized()
 
 
-def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> SealedStore:
+def join_store(rendezvous: TorchRendezvous | None, rank: int, size: int, timeout_s: float) -> SealedStore:
     """Wait for all ranks of a world, and return the part of the store that only this world uses.
 
     Args:
@@ -111,7 +78,7 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
 
 
 def join_world(
-    rendezvous: Rendezvous, timeout_s: float, check: Callable[[], object] = lambda: None
+    rendezvous: TorchRendezvous, timeout_s: float, check: Callable[[], object] = lambda: None
 ) -> tuple[SealedStore, str]:
     """Wait for all ranks that begin a world. Return the world's part of the store and its token.
 
@@ -140,12 +107,12 @@ def _address_of(store: Any) -> tuple[str, int]:
     return str(getattr(store, "host", "")), int(getattr(store, "port", 0))
 
 
-def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
+def open_store(rendezvous: TorchRendezvous, deadline: float) -> SealedStore:
     """Return the store through which the ranks find each other. Other worlds use it as well."""
     return _store_of(rendezvous).open(deadline)
 
 
-def _loopback_hint(rendezvous: Rendezvous) -> str:
+def _loopback_hint(rendezvous: TorchRendezvous) -> str:
     """Return a sentence for errors that explains why ranks on other hosts may be missing, or an empty string."""
     if rendezvous.rank or not rendezvous.is_loopback or detection.local_size() == rendezvous.size:
         return ""
@@ -355,7 +322,7 @@ def _check_facts(rank: int, facts: str, facts_of_0: str) -> None:
 class _RendezvousStore:
     """Opens the store of a rendezvous, and keeps it open for the job's next worlds."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(self, rendezvous: TorchRendezvous) -> None:
         self._rendezvous = rendezvous
         self._store: SealedStore | None = None
         self._announcement: SealedStore | None = None
@@ -390,7 +357,7 @@ _PORT: Final = "asyncdist/port"
 _store_of = functools.cache(_RendezvousStore)
 
 
-def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
+def _announced_port(rendezvous: TorchRendezvous, deadline: float) -> int:
     """Return the port that rank 0 announces on MASTER_PORT. An old group's store may still be served there."""
     refusals, cause = Refusals(), ""
     while True:
@@ -411,11 +378,11 @@ def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
         time.sleep(_PAUSE_S)
 
 
-def _describe_wait(rendezvous: Rendezvous) -> str:
+def _describe_wait(rendezvous: TorchRendezvous) -> str:
     return f"rank {rendezvous.rank} waits for rank 0 at {_address_text(rendezvous, rendezvous.port)}"
 
 
-def _serve(rendezvous: Rendezvous, port: int) -> Any:
+def _serve(rendezvous: TorchRendezvous, port: int) -> Any:
     try:
         return serving.serve(rendezvous.address, port, size=rendezvous.size)
     except RuntimeError as error:
@@ -424,7 +391,7 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
         ) from error
 
 
-def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
+def _reach(rendezvous: TorchRendezvous, port: int, deadline: float) -> Any:
     """Connect to a store that was listening a moment ago."""
 
     def warn() -> None:
@@ -449,12 +416,12 @@ def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
     return store
 
 
-def _address_text(rendezvous: Rendezvous, port: int) -> str:
+def _address_text(rendezvous: TorchRendezvous, port: int) -> str:
     known = " (MASTER_ADDR, MASTER_PORT)" if port == rendezvous.port else ""
     return f"{rendezvous.address}:{port}{known}"
 
 
-def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
+def _await_server(rendezvous: TorchRendezvous, deadline: float, whose: str) -> None:
     waits = f"rank {rendezvous.rank} waits for {whose}"
     place = f"no process serves the job's store at {_address_text(rendezvous, rendezvous.port)}"
     cause = f". {rendezvous.why_missing}" if rendezvous.why_missing else ""
