@@ -2,8 +2,7 @@
 
 While its world is open, a rank holds a kernel lock (fcntl(2), F_SETLK) on a file in its user's private folder. The lock
 ends with the rank's process, and forked children do not inherit it. The file of a killed rank remains until a later
-rank of this user locks and removes it. ``/run/user/UID`` is removed when the user's last session on this host ends. A
-thread therefore checks regularly that the file exists.
+rank of this user locks and removes it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import hashlib
 import os
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,8 +25,6 @@ _FLOCK: Final = struct.Struct("hhqqi4x")
 _PREFIX: Final = "rank-"
 #: File whose content identifies the host, and is the same in all containers on the host.
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-#: Seconds between checks that the file exists.
-_RENEWAL_S: Final = 5.0
 #: Age in seconds from which an unlocked file of another rank is removed.
 _STALE_S: Final = 3600.0
 
@@ -41,16 +37,13 @@ class LivingRank:
         bases: Base folders for :func:`private_folders.candidates`.
     """
 
-    def __init__(self, job: str, rank: int, bases: Iterable[str], *, renewal_s: float = _RENEWAL_S) -> None:
+    def __init__(self, job: str, rank: int, bases: Iterable[str]) -> None:
         place = ""
         with contextlib.suppress(OSError):  # jobs on other hosts or in other network namespaces may have the same name
             place = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/net')}"
         digest = hashlib.sha256(f"{place} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._name = f"{_PREFIX}{digest}.{rank}"
         self._bases = tuple(bases)
-        self._renewal_s = renewal_s
-        self._has_ended = threading.Event()
-        self._thread: threading.Thread | None = None
         self._descriptor: int | None = None
 
     def other(self) -> int | None:
@@ -70,32 +63,11 @@ class LivingRank:
 
     def begin(self) -> None:
         """Register this process. Do nothing if no folder is writable."""
-        if self._descriptor is None and self._lock():
-            thread = threading.Thread(target=self._renew, name="asyncdist living rank", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the user has too many threads
-                thread.start()
-                self._thread = thread
-
-    def _lock(self) -> bool:
-        for folder in private_folders.candidates(self._bases):
+        for folder in private_folders.candidates(self._bases) if self._descriptor is None else ():
             with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
                 self._remove_stale(parent)
                 self._descriptor, self._folder = _locked(self._name, parent, os.O_CREAT), folder
-                return self._descriptor is not None
-        return False
-
-    def _renew(self) -> None:
-        """Write and lock a new file whenever the file was removed."""
-        while not self._has_ended.wait(self._renewal_s):
-            lost = self._descriptor
-            if lost is not None:
-                with contextlib.suppress(OSError):
-                    # Only the file's path is used, because closing a second descriptor of it would release the lock.
-                    if os.path.samestat(os.lstat(self._folder / self._name), os.fstat(lost)):
-                        continue
-                os.close(lost)
-                self._descriptor = None
-            self._lock()
+                return
 
     def _remove_stale(self, parent: int) -> None:
         for name in os.listdir(parent):
@@ -112,9 +84,6 @@ class LivingRank:
 
     def end(self) -> None:
         """Unregister this process."""
-        if self._thread is not None:
-            self._has_ended.set()
-            self._thread.join()
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError), private_folders.opened(self._folder) as parent:
