@@ -82,6 +82,7 @@ class Federation:
             island=island.index,
             every=own.global_every,
             weight=own.merge_weight,
+            decay=own.error_feedback,
             membership=self.membership,
             is_divided_anew=is_divided_anew,
         )
