@@ -176,7 +176,7 @@ def divided_anew(
         return packed({**unpacked(data), "regional": None})
 
     served, outer, answer = alone(state["served"]), state["outer"], state["answer"]
-    if served is not None:
+    if served is not None and "outer" in served:
         served["outer"] = outer_alone(served["outer"])
     if answer is not None:
         answer = {**answer, "report": astuple(replace(Applied(*answer["report"]), merged=0))}
