@@ -528,6 +528,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             with self._weights.following():
                 await links.deliver(self._own_tensors())
         self._progress.is_waiting = False
+        if nonfinite:
+            self._progress.restart()
         if self._resets_optimizer or nonfinite:
             reset_optimizer_state(self.optimizer)
         self._progress.wanted = report.steps
