@@ -33,7 +33,7 @@ async def train(world: ad.World, policy_class: Any, options: dict[str, Any], dty
         model.weight.fill_(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     async with policy_class(model, optimizer, average_every=1, **options) as policy:
-        for step in range(80):
+        for step in range(40):
             if world.rank == 0 and step % 2 == 0:
                 with torch.no_grad():
                     model.weight += 2.0**-7
@@ -47,5 +47,5 @@ def test_progress_of_half_a_unit_adds_up_in_bfloat16(name: str) -> None:
     wide, narrow = (
         ad.simulate(train, *CASES[name], dtype, ranks=2, seed=1).results for dtype in (torch.float32, torch.bfloat16)
     )
-    assert min(wide) > 1.05
+    assert min(wide) > 1.03
     assert narrow == pytest.approx(wide, abs=2.0**-6)
