@@ -138,7 +138,8 @@ class Channel(Generic[MessageT]):
             BusyError: The number of sends in progress has reached the channel's capacity.
             ClosedError: The channel is closed, or main has returned on ``dest``, which no longer receives. Messages
                 sent before this rank was notified of the return are dropped and counted on ``dest``.
-            RankLostError: ``dest`` is lost, or the job has failed.
+            RankLostError: ``dest`` is lost. After the job has failed in another way, a send may return normally, but
+                its message is lost. Receives then raise the failure.
         """
         if self._sending_count >= self._capacity:
             self._engine.poll()

@@ -116,7 +116,6 @@ class Codec:
 
 FLOAT32: Final = Codec("float32", _FLOAT32_NBYTES)
 BFLOAT16: Final = Codec("bfloat16", 2)
-FLOAT16: Final = Codec("float16", 2 + _SCALE_NBYTES / _BLOCK_COUNT)
 INT8: Final = Codec("int8", 1 + _SCALE_NBYTES / _BLOCK_COUNT)
 Q4: Final = Codec("q4", 0.5 + _SCALE_NBYTES / _BLOCK_COUNT)
 

@@ -21,7 +21,8 @@ class Measured:
         rule: Name of the recommended asynchronous rule.
         lr: Outer learning rate of the rule, the best of three, or None for the default rule, which is not tuned.
         relative_loss: Median loss of the rule over three seeds, divided by the best synchronous rule's loss.
-        wins: Whether the rule's loss is smaller than the best synchronous rule's on each seed.
+        wins: Whether this rule, or the tuned rule ``best``, has a smaller loss than the best synchronous rule on each
+            seed.
         best: Tuned rule with the smallest loss, and its relative loss, or None if it is the recommended rule.
     """
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncdist import RemoteProtocolError
-from asyncdist.protocols.exchange.layout.copies import gather, scatter
+from asyncdist.protocols.exchange.layout.copies import as_written, gather, scatter
 from asyncdist.protocols.exchange.layout.encoder import Encoder
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.joining.state_transfer import state_nbytes_max
@@ -125,7 +125,7 @@ class Captures:
             if vector.role == "stepped" and keeps_progress:
                 own = torch.empty_like(new)
                 gather(vector, tensors, own)
-                scatter(vector, own.sub_(next(captured).sub_(new)), tensors)
+                scatter(vector, own.sub_(next(captured).sub_(as_written(vector, new, tensors))), tensors)
             else:
                 scatter(vector, new, tensors)
 

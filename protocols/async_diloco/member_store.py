@@ -50,7 +50,7 @@ def sources_of(state: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> dic
 def saved_outer(state: Mapping[str, Any]) -> tuple[int, Tensor] | None:
     """Return the version and bytes of the outer optimizer's state in a policy's saved state, or None."""
     served, copy = state["served"], state["outer"]
-    return copy if served is None else (served["version"], served["outer"])
+    return copy if served is None or "outer" not in served else (served["version"], served["outer"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,12 +202,15 @@ class MemberStore:
         Args:
             served: State of the newest anchor with the outer optimizer's state, if this member leads or is alone.
         """
+        outer = None if served is not None or self.outer is None else (self.outer[0], self.outer[1].clone())
+        if served is None and self.inherited is not None:  # as a successor whose election has not ended
+            served = self.inherited.state()
         return {
             "base": self.base.state(),
             "answer": None if self.answer is None else self.answer.state(),
             "outstanding": None if self.outstanding is None else self.outstanding.state(),
             "served": served,
-            "outer": None if served is not None or self.outer is None else (self.outer[0], self.outer[1].clone()),
+            "outer": outer,
             "sequence": self.sequence,
         }
 

@@ -49,6 +49,7 @@ from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, r
 from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.foreign_options import foreign_call_hint
+from asyncdist.protocols.diloco.fragments import warn_of_iterates
 from asyncdist.protocols.diloco.options import LOSES_VALUES, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import StepTokens
@@ -202,6 +203,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
 
     def _lay_out(self, entries: Sequence[Entry], parameters: set[str]) -> None:
         own = self._own_options
+        if own.late == "skip" or own.quorum < len(self._member_ranks()):
+            warn_of_iterates(entries, "asynchronous DiLoCo")
         divisible = embeddings_of(self.model) if own.merge == "radial" else None
         self._layouts = Layouts(entries, parameters, len(self._member_ranks()), own.wire, divisible)
         self._captures = Captures(self._layouts, own.error_feedback)
@@ -527,6 +530,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             with self._weights.following():
                 await links.deliver(self._own_tensors())
         self._progress.is_waiting = False
+        if nonfinite:
+            self._progress.restart()
         if self._resets_optimizer or nonfinite:
             reset_optimizer_state(self.optimizer)
         self._progress.wanted = report.steps

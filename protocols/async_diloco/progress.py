@@ -47,8 +47,12 @@ class Progress:
     def note_captured(self, report: Arrived | None, iteration: int) -> None:
         """Record that a contribution was made, and restart the counts of steps and tokens."""
         self.reported, self.is_waiting, self.captured_at = report, True, iteration
-        self.steps, self.tokens = 0, 0.0
+        self.restart()
         self.contribution_count += 1
+
+    def restart(self) -> None:
+        """Restart the counts of steps and tokens, because the progress is contributed or lost."""
+        self.steps, self.tokens = 0, 0.0
 
     def contributed(self, number: int, weights: ArrivalWeighting, nbytes: int, unencoded_nbytes: int) -> Contributed:
         """Return the user's event for the last contribution, which counts in round ``number``."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
-from asyncdist.protocols.exchange.layout.copies import gather, norm_of, scatter
+from asyncdist.protocols.exchange.layout.copies import as_written, gather, norm_of, scatter
 from asyncdist.protocols.exchange.layout.encoder import Encoder
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Slice, WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
@@ -168,7 +168,7 @@ class FragmentState(Fragment):
         for vector, captured, new in zip(self.layout.stepped, self._captured, self._stepped(), strict=True):
             own = torch.empty_like(new)
             gather(vector, tensors, own)
-            captured.sub_(new)
+            captured.sub_(as_written(vector, new, tensors))
             scatter(vector, own.sub_(captured), tensors)
         for place, values in self._values.items():
             if self.layout.vectors[place].role != "stepped":

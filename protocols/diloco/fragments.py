@@ -7,6 +7,7 @@ moves once per round.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias
@@ -17,6 +18,8 @@ from asyncdist.tensors.optimizers.weights import STATE_PREFIX
 
 #: Division of the entries: by layers, by sizes, or by a list of names of tensors or modules for each fragment.
 FragmentPattern: TypeAlias = Literal["strided", "balanced"] | Sequence[Sequence[str]]
+
+logger = logging.getLogger("protocols.diloco")
 
 _ALLOWED: Final = "'strided', 'balanced' or a list of names of modules and parameters for each fragment"
 
@@ -108,6 +111,19 @@ def _listed_place(entry: Entry, lists: Sequence[Sequence[str]]) -> int:
 def _is_within(name: str, prefix: str) -> bool:
     """Return whether ``prefix`` names a tensor or its module. "h.1" does not contain "h.10.bias"."""
     return name == prefix or name.startswith(f"{prefix}.")
+
+
+def warn_of_iterates(entries: Sequence[Entry], options: str) -> None:
+    """Log a warning if entries include the z of a schedule-free optimizer, for options under which z loses progress.
+
+    The mean of z is older than the rank's z, and replaces it like a buffer, while parameters keep the progress since.
+    """
+    if any(name.startswith(STATE_PREFIX) for entry in entries for name in entry.names):
+        logger.warning(
+            "with %s, each average undoes a part of the progress of the schedule-free optimizer's z. Use DiLoCoPolicy "
+            'with late="wait" and without eager, or another optimizer',
+            options,
+        )
 
 
 def _layer(entry: Entry) -> int | None:

@@ -144,7 +144,7 @@ class DiLoCoOptions(ExchangeOptions):
     )
     wire: Codec = option(
         'Encoding of the data: `"float32"`, or for differences `"bfloat16"`, `"float16"`, `"int8"`, `"q4"`, `"topk"` '
-        "(see `asyncdist.tensors.codecs`). Without an outer optimizer, only encodings for states are allowed.",
+        "(see `asyncdist.tensors.codecs`). `DiLoCoPolicy` without an outer optimizer only allows encodings for states.",
         _codec,
         default="float32",
         group=_GROUP,

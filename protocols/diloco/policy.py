@@ -33,7 +33,7 @@ from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interleaved
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS, foreign_call_hint
 from asyncdist.protocols.diloco.fragment_state import FragmentState
-from asyncdist.protocols.diloco.fragments import fragments_of
+from asyncdist.protocols.diloco.fragments import fragments_of, warn_of_iterates
 from asyncdist.protocols.diloco.options import LOSES_VALUES, DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
@@ -158,6 +158,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
 
     def _make_fragments(self) -> Sequence[FragmentState]:
         own, tensors, scratch = self._own_options, self._tensors(), Scratch()
+        if own.eager or own.late == "skip":
+            warn_of_iterates(self._flat.entries, "eager=True" if own.eager else 'late="skip"')
         divisible = embeddings_of(self.model) if own.merge == "radial" else None
         layouts = [self._layout(chosen, own.wire, divisible) for chosen in self._chosen]
         if own.eager:

@@ -110,7 +110,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._admission: Admission | None = None
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
-        self._found_finite_at = -1  # step in which the present weights were found finite
+        self._found_finite_at = self._recovered_at = -1  # last steps that found finite weights, or replaced bad ones
         self._unfinished: set[int] = set()  # rounds in flight that the last settle() could not end
         self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to unfinished rounds, by round
 
@@ -456,15 +456,14 @@ class ExchangePolicy(ReplicatedPolicy):
         weight = self._take_weight(fragment)
         is_finite = math.isfinite(norm)
         self._found_finite_at = step if is_finite else -1
-        self._unsound_captures.discard(fragment)
-        if not is_finite:
-            self._unsound_captures.add(fragment)
+        (self._unsound_captures.discard if is_finite else self._unsound_captures.add)(fragment)
+        if self._recovered_at == step:  # the weights are the anchor's, and a difference of 0 would weaken the mean
+            norm, is_finite = math.nan, False
         own.advance(len(self._first_ranks()) if is_finite else 0)
         version = own.version if self._quorum is None else own.applied_version
-        nbytes, unencoded_nbytes = own.layout.nbytes, own.layout.unencoded_nbytes
         self._contribute(number, encoded, Report(weight, norm, scores))
-        event = Contributed(number, fragment, step, version, weight, norm, nbytes, unencoded_nbytes)
-        self._journal.note_contributed(event)
+        facts = number, fragment, step, version, weight, norm, own.layout.nbytes, own.layout.unencoded_nbytes
+        self._journal.note_contributed(event := Contributed(*facts))
         if self._shared.on_event is not None:
             self._shared.on_event(event)
 
@@ -532,6 +531,7 @@ class ExchangePolicy(ReplicatedPolicy):
         """Write a fragment's new values into the model, and reset the optimizer if necessary."""
         own, nonfinite, tensors = self._fragments[fragment], ready.nonfinite, self._tensors()
         self._is_compared, self._found_finite_at = True, -1
+        self._recovered_at = self.iteration if nonfinite else self._recovered_at
         is_whole = bool(nonfinite) or is_left_out or fragment in self._unsound_captures
         with self._weights.following():
             own.apply(tensors, is_late=is_late, is_whole=is_whole)

@@ -25,8 +25,6 @@ class Schedule:
         if step < self.warmup_steps:
             return tuple(range(self.fragment_count))
         place, count = (step + 1 - self.warmup_steps) % self.every, self.fragment_count
-        if count == 1:
-            return () if place else (0,)
         return tuple(number for number in range(count) if (number + 1) * self.every // count % self.every == place)
 
     def applied_at(self, step: int) -> int:

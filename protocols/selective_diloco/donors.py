@@ -96,9 +96,15 @@ def choose_donors(reports: Mapping[int, Report], rules: DonorRules) -> Choice:
     """Return the donors of a round and their weights.
 
     With ``"weighted_mean"``, each reported weight is multiplied by the donor's gain over the largest gain. Equal gains
-    therefore give exactly the reported weights.
+    therefore give exactly the reported weights. If no rank has scores, because the fragment consists of buffers, all
+    ranks are donors.
     """
     norms = {rank: report.norm for rank, report in reports.items() if math.isfinite(report.norm)}
+    if norms and not any(report.scores for report in reports.values()):
+        others = reports.keys() - norms.keys()
+        return Choice(
+            {rank: reports[rank].weight for rank in norms}, dict.fromkeys(others, "its values are not finite")
+        )
     moved = [norm for norm in norms.values() if norm > 0]
     limit = rules.outlier_factor * statistics.median(moved) if moved else math.inf
     left_out: dict[int, str] = {}

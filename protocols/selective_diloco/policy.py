@@ -144,8 +144,11 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     async def _take_scores(self, fragment: int, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Return the score of the anchor (common weights), and the score after a trial step.
 
-        Return () if the weights of a rank of the replica are not finite.
+        Return () if the fragment has no parameters, or if the weights of a rank of the replica are not finite.
         """
+        parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
+        if all(parameters.isdisjoint(self._flat.entries[index].names) for index in self._chosen[fragment]):
+            return ()
         count = 0 if self._known_infinities.unsound_entry_of_model() is not None else self._replica_count()
         if self._replica is not None:  # its ranks may know of different lost ranks
             count = await self._replica.smallest(count)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncdist.protocols.diloco.anchored import restored
 from asyncdist.protocols.exchange.fragment import Fragment
-from asyncdist.protocols.exchange.layout.copies import gather, scatter
+from asyncdist.protocols.exchange.layout.copies import as_written, gather, scatter
 
 
 async def measure(
@@ -65,7 +65,8 @@ def _trial_weights(fragment: Fragment, tensors: Sequence[Tensor], share: float) 
     for vector, anchor, base in zip(fragment.layout.stepped, fragment.anchors, fragment.bases, strict=True):
         own = vector.new_flat()
         gather(vector, tensors, own)
-        if base is not anchor:
-            own.sub_(base).add_(anchor)
+        start = as_written(vector, base, tensors)
+        if start is not anchor:
+            own.sub_(start).add_(anchor)
         found.append(torch.lerp(anchor, own, share, out=own))
     return found

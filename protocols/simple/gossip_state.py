@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.layout.copies import gather, norm_of
+from asyncdist.protocols.exchange.layout.copies import as_written, gather, norm_of
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.simple.policy import RuleFragment
 from asyncdist.protocols.simple.rule import Rule
@@ -63,13 +63,18 @@ class GossipFragment(RuleFragment):
     def _gather(self, place: int, tensors: Sequence[Tensor], into: Tensor) -> None:
         """Write this rank's contribution of one vector: anchor + factor * (weights - anchor).
 
+        The weights are compared with the anchor in their own dtype, from which they were trained.
+
         With push-sum, the contribution is x / w, which counts with the weight w (the mass). The factor 1 / w makes
         training move x by as much as the weights.
         """
-        gather(self.layout.vectors[place], tensors, into)
-        anchor = self._anchors.get(place)
+        vector, anchor = self.layout.vectors[place], self._anchors.get(place)
+        gather(vector, tensors, into)
         if anchor is None:
             return
+        start = as_written(vector, anchor, tensors)
+        if start is not anchor:
+            into.add_(anchor - start)
         if self._outer is None:
             if self.mass != 1.0:
                 into.sub_(anchor).div_(self.mass).add_(anchor)

@@ -93,7 +93,7 @@ def _inner(value: Any) -> Any:
 def contributions(name: str, decay: float | None, on_device: bool) -> tuple[list[list[Tensor]], list[Tensor], Device]:
     """Return the encoded contributions of two rounds, the last residuals and the device with its counts."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 90), nn.Linear(90, 31), nn.BatchNorm1d(31))
+    model = nn.Sequential(nn.Linear(40, 90), nn.Linear(90, 31).bfloat16(), nn.BatchNorm1d(31))
     entries, names = FlatState(model).entries, set(dict(model.named_parameters()))
     layout = WireLayout(entries, range(len(entries)), names, 3, find_codec(name))
     own = [torch.randn(entry.shape).to(entry.dtype) for entry in entries]

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.facts import names
 from support.weight_keepers import FlatMaster, Hidden, Lookahead, MasterList, Masters
 from torch import Tensor, nn
 
 import asyncdist as ad
 from asyncdist.simulation import Kill, Network, Restart
 from protocols import (
+    AsyncDiLoCoPolicy,
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     DiLoCoPolicy,
@@ -373,3 +375,32 @@ def test_a_restarted_rank_gets_the_weights_and_their_copy(make: Callable[..., An
     ((iteration, own),) = joined
     assert iteration > 0 and own[0] != own[1]
     assert own in [*seen[iteration], *seen[iteration + 1]]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "warns"),
+    [
+        (DiLoCoPolicy, {}, False),
+        (DiLoCoPolicy, {"eager": True}, True),
+        (DiLoCoPolicy, {"late": "skip"}, True),
+        (AsyncDiLoCoPolicy, {}, True),
+        (AsyncDiLoCoPolicy, {"late": "wait", "quorum": 2}, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["schedule-free", "sgd"])
+def test_z_that_loses_progress_is_reported(
+    kind: str, policy: Any, options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a mean that is older than the weights replaced z, without a warning."""
+    make = {"schedule-free": schedulefree.SGDScheduleFree, "sgd": torch.optim.SGD}[kind]
+
+    async def main(world: ad.World) -> None:
+        model = build(0)
+        async with policy(model, make(model.parameters(), lr=0.1), average_every=2, **options):
+            pass
+
+    with caplog.at_level(logging.WARNING, "protocols.diloco"):
+        ad.simulate(main, ranks=2, seed=1)
+    texts = [record.getMessage() for record in caplog.records if record.name == "protocols.diloco"]
+    assert len(texts) == (2 if warns and kind != "sgd" else 0)
+    assert all(names(text, "schedule-free", "z") for text in texts)

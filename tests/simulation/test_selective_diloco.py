@@ -407,3 +407,31 @@ def test_a_metric_of_each_ranks_own_data_is_warned_about(is_common: bool, caplog
     found = [record.getMessage() for record in caplog.records if record.name == "protocols.selective_diloco"]
     assert len(found) == (0 if is_common else 1)
     assert is_common or names(found[0], "SelectiveDiLoCoPolicy", "same held-out data", "easy data")
+
+
+def test_a_fragment_of_buffers_alone_is_averaged() -> None:
+    """Regression: a trial step changes no buffer, so that no rank had a gain, and the buffers were never averaged."""
+
+    async def train(world: ad.World) -> tuple[float, set[tuple[int, tuple[int, ...]]]]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()
+            model[1].running_mean.fill_(float(world.rank))
+        donors = set[tuple[int, tuple[int, ...]]]()
+
+        def score() -> float:
+            return float(model[0].weight.detach().sum())
+
+        options: dict[str, Any] = {"fragments": 2, "fragment_pattern": [["0"], ["1"]], "outer_optimizer": STEP}
+        async with SelectiveDiLoCoPolicy(model, sgd(model), average_every=2, **options) as policy:
+            for _ in range(4):
+                with torch.no_grad():
+                    model[0].weight += 1.0 if world.rank < 2 else -1.0
+                info = await policy.step(score=score)
+                donors |= {(info.fragment, info.donors)} if info else set()
+        return model[1].running_mean[0].item(), donors
+
+    for mean, donors in ad.simulate(train, ranks=3, seed=1).results:
+        assert mean == 1.0
+        assert donors == {(0, (0, 1)), (1, (0, 1, 2))}

@@ -11,7 +11,6 @@ import pytest
 from asyncdist.planning.choice import TOPK_SHARE, StreamingOptions, every_for_target, recommend, rows, streaming
 from asyncdist.planning.costs import (
     BFLOAT16,
-    FLOAT16,
     FLOAT32,
     INT8,
     Q4,
@@ -64,7 +63,6 @@ def test_a_sharded_mean_moves_each_slice_twice(ranks: int) -> None:
     [
         (FLOAT32, 256 * 4),
         (BFLOAT16, 256 * 2),
-        (FLOAT16, 256 * 2 + 4),
         (INT8, 256 + 4),
         (Q4, 128 + 4),
         (topk(0.125), 32 * (4 + 2)),
@@ -77,7 +75,7 @@ def test_bytes_of_a_block_of_256_values(codec: Codec, nbytes: int) -> None:
     assert round_cost(job, DiLoCo(every=1, codec=codec)).sent_nbytes == (nbytes + mean_nbytes) / 2
 
 
-@pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, FLOAT16, INT8, Q4, topk(TOPK_SHARE)], ids=lambda each: each.name)
+@pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, INT8, Q4, topk(TOPK_SHARE)], ids=lambda each: each.name)
 def test_codecs_encode_in_the_modelled_bytes(codec: Codec) -> None:
     count = 1 << 20
     assert find_codec(codec.name).nbytes(count) == pytest.approx(count * codec.nbytes_per_value, rel=1e-3)
@@ -320,7 +318,7 @@ def test_the_mean_of_top_k_values_has_the_values_of_all_ranks(ranks: int, mean_n
     assert round_cost(job, DiLoCo(every=1, codec=codec)).sent_nbytes == pytest.approx(moved)
 
 
-@pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, FLOAT16, INT8, Q4], ids=lambda each: each.name)
+@pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, INT8, Q4], ids=lambda each: each.name)
 def test_other_means_are_encoded_like_contributions(codec: Codec) -> None:
     assert codec.mean_nbytes_per_value(64) == codec.nbytes_per_value
     assert codec_of_means(find_codec(codec.name), 64, 1000) is find_codec(codec.name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncdist.protocols.exchange.layout.copies import gather, norm_of, scatter, subtract
+from asyncdist.protocols.exchange.layout.copies import as_written, gather, norm_of, scatter, subtract
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Vector, WireLayout
 from asyncdist.tensors.codecs import Codec, TopK, find_codec
 from asyncdist.tensors.flat_state import FlatState
@@ -132,15 +132,20 @@ def test_the_gaps_in_reused_memory_are_zero(seed: int, of_mean: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_differences_are_the_anchor_minus_the_values(seed: int) -> None:
+def test_differences_are_measured_from_the_written_anchor(seed: int) -> None:
+    """Regression: the differences of narrow dtypes contained the rounding of the anchor."""
     _, tensors, layouts = laid_out(seed, find_codec("float32"))
     for layout in layouts:
         for vector in layout.stepped:
-            anchor, flat, difference = (vector.new_flat() for _ in range(3))
+            anchor, start, flat, difference = (vector.new_flat() for _ in range(4))
             anchor.copy_(torch.linspace(-1.0, 1.0, vector.count, dtype=vector.dtype))
             gather(vector, tensors, flat)
             subtract(vector, anchor, tensors, difference)
-            assert same(difference, torch.from_numpy(anchor.numpy() - flat.numpy()))
+            written = [torch.empty_like(tensor) for tensor in tensors]
+            scatter(vector, anchor, written)
+            gather(vector, written, start)
+            assert same(difference, torch.from_numpy(start.numpy() - flat.numpy()))
+            assert same(as_written(vector, anchor, tensors), start)
 
 
 def contributions(layout: WireLayout, tensors: list[Tensor], ranks: int, seed: int) -> list[list[Tensor]]:

@@ -25,8 +25,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "a contribution is the weights minus the anchor, so the anchor moves away from the ranks",
         "protocols/exchange/layout/copies.py",
-        "        torch.sub(anchor[first:end], values_of(vector, tensors[index]).to(flat), out=flat[first:end])\n",
-        "        torch.sub(values_of(vector, tensors[index]).to(flat), anchor[first:end], out=flat[first:end])\n",
+        "        torch.sub(rounded(anchor[first:end], own.dtype), own.to(flat), out=flat[first:end])\n",
+        "        torch.sub(own.to(flat), rounded(anchor[first:end], own.dtype), out=flat[first:end])\n",
         DILOCO,
     ),
     Mutant(
@@ -332,8 +332,8 @@ EXCHANGE_MUTANTS: Final = (
         "async diloco",
         "the progress since the capture is subtracted",
         "protocols/async_diloco/blocks.py",
-        "                scatter(vector, own.sub_(next(captured).sub_(new)), tensors)\n",
-        "                scatter(vector, own.add_(next(captured).sub_(new)), tensors)\n",
+        "                scatter(vector, own.sub_(next(captured).sub_(as_written(vector, new, tensors))), tensors)\n",
+        "                scatter(vector, own.add_(next(captured).sub_(as_written(vector, new, tensors))), tensors)\n",
         ASYNC_DILOCO,
     ),
     Mutant(

@@ -82,6 +82,7 @@ class Federation:
             island=island.index,
             every=own.global_every,
             weight=own.merge_weight,
+            decay=own.error_feedback,
             membership=self.membership,
             is_divided_anew=is_divided_anew,
         )
@@ -175,7 +176,7 @@ def divided_anew(
         return packed({**unpacked(data), "regional": None})
 
     served, outer, answer = alone(state["served"]), state["outer"], state["answer"]
-    if served is not None:
+    if served is not None and "outer" in served:
         served["outer"] = outer_alone(served["outer"])
     if answer is not None:
         answer = {**answer, "report": astuple(replace(Applied(*answer["report"]), merged=0))}

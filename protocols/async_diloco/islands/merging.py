@@ -10,6 +10,10 @@ HALoS sets theta <- (1 - alpha) theta + alpha g and r <- theta instead (``src/ha
 ``ps.py``, 4b5bf73, and a second implementation on OpenDiLoCo). Both updates are equal if the island's anchor does not
 change while the contribution is in flight. Otherwise, HALoS never contributes the change. (The help text of HALoS's
 ``--model_merge_weight`` confuses alpha and 1 - alpha.)
+
+With error feedback, the encoding error of D, times the decay, is added to r after the merge, so that the next
+difference contains the error. The error of a contribution that is dropped unapplied is dropped too, because the
+contribution is then computed again.
 """
 
 from __future__ import annotations
@@ -26,14 +30,21 @@ from asyncdist.protocols.exchange.layout.wire_layout import Scratch
 
 
 @torch.no_grad()
-def encode_difference(layouts: Layouts, reference: Block, own: Block, encoded: Sequence[Tensor]) -> float:
-    """Write the contribution of an island (group of ranks) into ``encoded``, and return its difference's L2 norm.
+def encode_difference(
+    layouts: Layouts, reference: Block, own: Block, encoded: Sequence[Tensor], decay: float | None = None
+) -> tuple[float, list[Tensor]]:
+    """Write the contribution of an island (group of ranks) into ``encoded``.
 
     Args:
-        reference: The island's anchor after the last merge.
+        reference: The island's anchor after the last merge, plus the encoding errors of the last contribution.
         own: The island's current anchor.
+        decay: Decay of the error feedback; None for no error feedback.
+
+    Returns:
+        The difference's L2 norm, and the decayed encoding errors, one flat tensor for each vector with a codec. There
+        are no errors without error feedback, or if the norm is not finite.
     """
-    norm = 0.0
+    norm, errors = 0.0, list[Tensor]()
     vectors = zip(layouts.wire.vectors, reference[1], own[1], encoded, strict=True)
     for vector, before, now, into in vectors:
         flat = vector.values_of(into, Scratch())
@@ -44,7 +55,25 @@ def encode_difference(layouts: Layouts, reference: Block, own: Block, encoded: S
         norm = math.hypot(norm, norm_of(flat))
         if vector.codec is not None:
             vector.codec.encode(flat, into)
-    return norm
+            if decay is not None:
+                errors.append(flat.sub_(vector.decoded(into)).mul_(decay))
+    return norm, errors if math.isfinite(norm) else []
+
+
+@torch.no_grad()
+def add_errors(layouts: Layouts, reference: Block, errors: Sequence[Tensor]) -> Block:
+    """Return a reference with encoding errors, so that the island's next contribution contains the errors.
+
+    Args:
+        errors: Errors from :func:`encode_difference`. If empty, ``reference`` itself is returned.
+    """
+    if not errors:
+        return reference
+    block, rest = layouts.loaded_anchor(reference[1]), iter(errors)
+    for vector, values in zip(layouts.wire.vectors, block[1], strict=True):
+        if vector.codec is not None:
+            values.add_(next(rest))
+    return block
 
 
 @torch.no_grad()

@@ -20,9 +20,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from asyncdist.protocols.async_diloco.anchor import Anchor
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
-from asyncdist.protocols.async_diloco.islands.merging import encode_difference, merge_into, rebase
+from asyncdist.protocols.async_diloco.islands.merging import (
+    add_errors,
+    encode_difference,
+    merge_into,
+    rebase,
+)
 from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore
 from asyncdist.protocols.async_diloco.messages import Arrived
 from asyncdist.protocols.joining.membership import Membership
@@ -51,6 +58,7 @@ class Regional:
         store: This rank's global anchor and its island's contribution.
         every: Number K of versions between two contributions.
         weight: Weight alpha of the global anchor.
+        decay: Decay of the error feedback of contributions; None for no error feedback.
         is_divided_anew: Whether the loaded checkpoint is of other islands, so that no progress is known that is not
             contributed.
 
@@ -69,6 +77,7 @@ class Regional:
         island: int,
         every: int,
         weight: float,
+        decay: float | None,
         membership: Membership,
         is_divided_anew: bool,
     ) -> None:
@@ -78,11 +87,13 @@ class Regional:
         self._island = island
         self._every = every
         self._weight = weight
+        self._decay = decay
         self._membership = membership
         self._is_divided_anew = is_divided_anew
         self._reference: Block | None = None  # weights from which progress is measured; None before this rank serves
         self._measured_from = 0  # version of the island's anchor that equals the reference
         self._captured: tuple[int, Block] | None = None  # version and anchor of the unmerged contribution
+        self._errors: list[Tensor] = []  # encoding errors of the unmerged contribution, for error feedback
         self._unsent: tuple[Block, Arrived] | None = None  # a contribution that is ready but not sent yet
         self._first = store.base
         self._is_mirrored = True  # whether another member has a copy of this server's state
@@ -153,7 +164,8 @@ class Regional:
         else:
             block = reference
         version = held.version + 1
-        found = HeldAnchor(version - (held.version - applied), (), reference)
+        measured_from = add_errors(self._layouts, reference, state["errors"])
+        found = HeldAnchor(version - (held.version - applied), (), measured_from)
         return self._restarted(HeldAnchor(version, held.applied, block, merged=applied), found)
 
     def _note_lost_progress(self) -> None:
@@ -181,6 +193,7 @@ class Regional:
             "merged": self.merged,
             "captured_at": captured_at,
             "captured": captured,
+            "errors": self._errors,
         }
 
     # -- contributions ----------------------------------------------------------------------------------------------
@@ -194,7 +207,7 @@ class Regional:
         """Make a contribution of the island's progress, and send it when another member has this server's state."""
         assert self._reference is not None, "the island's server has not begun"
         block, own = self._layouts.new_contribution(), anchor.copy_into(self._layouts.new_block())
-        norm = encode_difference(self._layouts, self._reference, own, block[1])
+        norm, self._errors = encode_difference(self._layouts, self._reference, own, block[1], self._decay)
         report = Arrived(self._store.base.version, anchor.version - self._measured_from, 1.0, norm, 0.0)
         self._captured, self._unsent = (anchor.version, own), (block, report)
         self._forget_mirrors()
@@ -242,9 +255,10 @@ class Regional:
         assert self._captured is not None, "an answer belongs to a captured contribution"
         (captured_at, captured), self._captured = self._captured, None
         answer, since = self._store.apply_answer(), anchor.version - captured_at
-        self._reference = self._layouts.loaded_anchor(captured[1])
-        merge_into(self._layouts, self._reference[1], answer.block[1], self._weight)
-        anchor.merge(self._reference, captured if since else None)
+        reference = self._layouts.loaded_anchor(captured[1])
+        merge_into(self._layouts, reference[1], answer.block[1], self._weight)
+        anchor.merge(reference, captured if since else None)
+        self._reference, self._errors = add_errors(self._layouts, reference, self._errors), []
         self.merged, self._measured_from = captured_at, anchor.version - since
         self.merge_count += 1
         self._forget_mirrors()

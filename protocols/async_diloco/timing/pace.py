@@ -12,25 +12,20 @@ from collections.abc import Mapping
 from asyncdist import validation
 
 
-def local_steps(average_every: int, speed: float, fastest: float, *, least: int = 1) -> int:
-    """Return the number of steps that a rank makes before it contributes: H speed / fastest, rounded down.
+def local_steps(average_every: int, speed: float, fastest: float) -> int:
+    """Return the number of steps that a rank makes before it contributes: H speed / fastest, rounded down, at least 1.
 
     Args:
         average_every: Number H of steps of the fastest rank.
         speed: Steps per second of this rank.
         fastest: Steps per second of the fastest rank.
-        least: Least number of steps, limited to H; 5 in the notebook of Liu et al.
-
-    Returns:
-        A number from ``least`` to ``average_every``.
 
     Raises:
-        ValueError: ``average_every`` or ``least`` is not a positive integer, or a speed is not finite and above 0.
+        ValueError: ``average_every`` is not a positive integer, or a speed is not finite and above 0.
     """
     steps = validation.count("average_every", average_every)
-    least = min(validation.count("least", least), steps)
     own, most = _speed("speed", speed), _speed("fastest", fastest)
-    return max(least, math.floor(steps * min(1.0, own / most)))
+    return max(1, math.floor(steps * min(1.0, own / most)))
 
 
 def steps_at_speed(average_every: int, rank: int, speeds: Mapping[int, float]) -> int:

@@ -41,9 +41,33 @@ def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def subtract(vector: Vector, anchor: Tensor, tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Write the differences between an anchor and the model's tensors into a flat tensor."""
+    """Write the differences between an anchor and the model's tensors into a flat tensor.
+
+    The model trains from the anchor rounded to the tensors' dtypes. The differences are measured from there, so that
+    they do not contain the rounding, which would move the anchor to the nearest value of the dtype in each round.
+    """
     for index, first, end in vector.places:
-        torch.sub(anchor[first:end], values_of(vector, tensors[index]).to(flat), out=flat[first:end])
+        own = values_of(vector, tensors[index])
+        torch.sub(rounded(anchor[first:end], own.dtype), own.to(flat), out=flat[first:end])
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values rounded to the dtype of a model's tensor, in their own dtype. Equal dtypes need no copy."""
+    return values.to(dtype).to(values.dtype)
+
+
+def as_written(vector: Vector, flat: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the values that the model's tensors have after :func:`scatter`, in the dtype of ``flat``.
+
+    If no tensor of the vector has a narrower dtype, this is ``flat`` itself.
+    """
+    dtypes = [tensors[index].dtype.to_real() for index, *_ in vector.places]
+    if all(dtype == flat.dtype for dtype in dtypes):
+        return flat
+    found = flat.clone()
+    for (_, first, end), dtype in zip(vector.places, dtypes, strict=True):
+        found[first:end] = rounded(found[first:end], dtype)
+    return found
 
 
 def scatter(vector: Vector, flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.layout.copies import gather, norm_of, subtract, values_of
+from asyncdist.protocols.exchange.layout.copies import gather, norm_of, rounded, subtract, values_of
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Vector, WireLayout
 from asyncdist.tensors.codecs import Codec, ErrorFeedback, piece_count
 
@@ -118,7 +118,7 @@ class _DevicePieces:
                 if self.anchor is None:
                     into.copy_(own)
                 else:
-                    into.sub_(own.to(flat.dtype))
+                    torch.sub(rounded(into, own.dtype), own.to(flat.dtype), out=into)
         return flat
 
 
