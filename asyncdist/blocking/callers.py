@@ -334,9 +334,8 @@ class LoopCaller(Caller):
                 self._raise_if_stopped()
             raise
         finally:
-            if running is not None:
-                _set_running_loop(running)
             interrupts.raises_at_once = True
+            _set_running_loop(running)
         if interrupts.received is not None:
             self._raise_if_stopped()
         return value
@@ -348,14 +347,18 @@ class LoopCaller(Caller):
             return BegunCall(called(fn, args, kwargs), None)
         work = self.world.services.engine.loop_work
         assert work is not None, "the world has opened in an asyncio loop"
-        _set_running_loop(loop)
-        _enter_task(loop, self._host)
-        work.is_running = False
         try:
+            _set_running_loop(loop)
+            _enter_task(loop, self._host)
+            work.is_running = False
             return self._context.run(self._step_in_context, fn, args, kwargs)
         finally:
             work.is_running = True
-            _leave_task(loop, self._host)
+            # A signal handler of the program may raise an error after any function call, so no other is made here.
+            try:  # noqa: SIM105
+                _leave_task(loop, self._host)
+            except RuntimeError:  # main was not made the current task yet
+                pass
             _set_running_loop(None)
 
     def _step_in_context(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
