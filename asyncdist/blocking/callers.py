@@ -34,12 +34,14 @@ from asyncdist import rank_program
 from asyncdist.blocking.begun import BegunCall, Outcome, Pause, awaited, called, outcome_of
 from asyncdist.blocking.stack_bottom import call_at_bottom
 from asyncdist.errors import ClosedError, LateError, LocalProtocolError
+from asyncdist.functional.parallel_groups import ParallelGroups, current_groups
 from asyncdist.runtime.failing.failure import end_late, uncancel
 from asyncdist.runtime.failing.process_ends import end_forked_child, exit_immediately
 from asyncdist.runtime.outside_loop import is_loop_running
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import frame_of_caller
 from asyncdist.runtime.world import World, current_world
+from asyncdist.spmd.mesh import Mesh, open_meshes
 
 logger = logging.getLogger("asyncdist.blocking")
 
@@ -321,10 +323,13 @@ class LoopCaller(Caller):
             raise self._cancellation_cause() or asyncio.CancelledError()
         interrupts = self._interrupts
         interrupts.raises_at_once = False
-        running = _get_running_loop()
-        if running is not None:
-            _set_running_loop(None)
+        running, context = _get_running_loop(), self._context
         try:
+            if running is not None:
+                _set_running_loop(None)
+            meshes, groups = open_meshes.get(), current_groups.get()
+            if context.get(open_meshes) is not meshes or context.get(current_groups) is not groups:
+                context.run(_share, meshes, groups)
             value = self._begin(fn, args, kwargs)
             if type(value) is BegunCall:
                 value = self._finish(value)
@@ -338,6 +343,8 @@ class LoopCaller(Caller):
             _set_running_loop(running)
         if interrupts.received is not None:
             self._raise_if_stopped()
+        if context.get(open_meshes) is not meshes or context.get(current_groups) is not groups:
+            _share(context[open_meshes], context.get(current_groups))
         return value
 
     def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -467,6 +474,12 @@ class LoopCaller(Caller):
     def _cancellation_cause(self) -> BaseException | None:
         """Return the error that caused main's cancellation: a signal's error, or the job's failure."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
+
+
+def _share(meshes: tuple[Mesh, ...], groups: ParallelGroups[Any] | None) -> None:
+    """Set the variables that blocking code and the coroutines it calls share, although their contexts differ."""
+    open_meshes.set(meshes)
+    current_groups.set(groups)
 
 
 @contextlib.contextmanager

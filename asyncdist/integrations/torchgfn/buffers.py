@@ -27,11 +27,9 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from asyncdist import ClosedError, Envelope, RankLostError, World, blocking, tags, validation
+from asyncdist import Channel, ClosedError, Envelope, RankLostError, World, blocking, tags, validation
 from asyncdist.functional.rank_layout import BufferRanks
 from asyncdist.integrations.joining import join
-from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.services import Services
 from asyncdist.protocols.replay_buffer.layouts import scopes
 from asyncdist.protocols.replay_buffer.messages import INLINE_NBYTES_MAX
 from asyncdist.waits import WaitId, WaitKind
@@ -331,7 +329,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 class _WaitingRequests:
     """This rank's unanswered requests, oldest first. They are received at any time after the first run has begun."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Any) -> None:
         self.requests: deque[Envelope[Ask]] = deque()
         to_server, to_clients = scopes(services.rank, _NAME)
         self.channel: Channel[Any] = services.open_channel(
