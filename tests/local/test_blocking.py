@@ -514,3 +514,13 @@ def test_a_mesh_and_parallel_groups_of_blocking_code_count(ranks: int) -> None:
     assert contextvars.copy_context().run(alone) == [1.0, 0.5]
     with pytest.raises(ad.LocalProtocolError, match="no parallel groups"):
         ad.parallel_groups()
+
+
+def test_wrapped_objects_can_be_copied() -> None:
+    """Regression: RecursionError, because the copy looked for its wrapped object in the object itself."""
+    with ad.blocking.open_world() as world:
+        channel = world.channel(Word, tag=60)
+        copied = copy.copy(channel)
+        copied.send(Word("copied"), 0)
+        assert channel.receive().message == Word("copied")
+        channel.close()

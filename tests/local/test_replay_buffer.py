@@ -462,7 +462,7 @@ def test_requests_without_memory_do_not_hinder_later_ones(monkeypatch: pytest.Mo
     assert run(2, client, in_flight_max=1)[0] == 200
 
 
-def test_the_client_of_a_later_server_of_the_name_is_not_forgotten() -> None:
+def test_a_client_between_two_servers_is_not_forgotten() -> None:
     """Regression: between two servers, its messages were dropped. It repeated them too seldom to be in time."""
 
     async def main(world: ad.World) -> float | None:
