@@ -164,8 +164,8 @@ class _Server:
     async def serve(self) -> ReplayStatistics:
         channel = self._channel
         try:
-            for envelope in self._early_clients.take(self._name):
-                self._handle(envelope)
+            for early in self._early_clients.take(self._name):
+                self._handle(early)
             while not self._is_finished():
                 # If the last client has left, a pending ``Open`` is meant for the next buffer with this name.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
@@ -414,9 +414,10 @@ class _Server:
     async def _receive_payload(self, client: Client, message: Add | Update) -> npt.NDArray[np.uint8]:
         buffer = np.empty(message.nbytes, np.uint8)
         targets = split(buffer.data, CHUNK_NBYTES)
-        with self._services.slots.inbound(client.rank, targets, functools.partial(self._cancel, client.rank)) as stream:
+        rank, slots = client.rank, self._services.slots
+        with slots.inbound(rank, targets, lambda slot: self._send_nowait(rank, Cancel(slot))) as stream:
             grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
-            self._channel.send_nowait(grant, client.rank, round=message.request)
+            self._channel.send_nowait(grant, rank, round=message.request)
             await stream.whole()
         return buffer
 
@@ -429,9 +430,6 @@ class _Server:
                 raise
             self._failure = self._failure or error
             self._services.engine.recheck()
-
-    def _cancel(self, rank: int, slot: int) -> None:
-        self._send_nowait(rank, Cancel(slot))
 
     # -- drawing ----------------------------------------------------------------------------------------------------
 
