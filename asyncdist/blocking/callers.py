@@ -34,12 +34,14 @@ from asyncdist import rank_program
 from asyncdist.blocking.begun import BegunCall, Outcome, Pause, awaited, called, outcome_of
 from asyncdist.blocking.stack_bottom import call_at_bottom
 from asyncdist.errors import ClosedError, LateError, LocalProtocolError
+from asyncdist.functional.parallel_groups import ParallelGroups, current_groups
 from asyncdist.runtime.failing.failure import end_late, uncancel
 from asyncdist.runtime.failing.process_ends import end_forked_child, exit_immediately
 from asyncdist.runtime.outside_loop import is_loop_running
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import frame_of_caller
 from asyncdist.runtime.world import World, current_world
+from asyncdist.spmd.mesh import Mesh, open_meshes
 
 logger = logging.getLogger("asyncdist.blocking")
 
@@ -321,10 +323,13 @@ class LoopCaller(Caller):
             raise self._cancellation_cause() or asyncio.CancelledError()
         interrupts = self._interrupts
         interrupts.raises_at_once = False
-        running = _get_running_loop()
-        if running is not None:
-            _set_running_loop(None)
+        running, context = _get_running_loop(), self._context
         try:
+            if running is not None:
+                _set_running_loop(None)
+            meshes, groups = open_meshes.get(), current_groups.get()
+            if context.get(open_meshes) is not meshes or context.get(current_groups) is not groups:
+                context.run(_share, meshes, groups)
             value = self._begin(fn, args, kwargs)
             if type(value) is BegunCall:
                 value = self._finish(value)
@@ -334,11 +339,12 @@ class LoopCaller(Caller):
                 self._raise_if_stopped()
             raise
         finally:
-            if running is not None:
-                _set_running_loop(running)
             interrupts.raises_at_once = True
+            _set_running_loop(running)
         if interrupts.received is not None:
             self._raise_if_stopped()
+        if context.get(open_meshes) is not meshes or context.get(current_groups) is not groups:
+            _share(context[open_meshes], context.get(current_groups))
         return value
 
     def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,14 +354,18 @@ class LoopCaller(Caller):
             return BegunCall(called(fn, args, kwargs), None)
         work = self.world.services.engine.loop_work
         assert work is not None, "the world has opened in an asyncio loop"
-        _set_running_loop(loop)
-        _enter_task(loop, self._host)
-        work.is_running = False
         try:
+            _set_running_loop(loop)
+            _enter_task(loop, self._host)
+            work.is_running = False
             return self._context.run(self._step_in_context, fn, args, kwargs)
         finally:
             work.is_running = True
-            _leave_task(loop, self._host)
+            # A signal handler of the program may raise an error after any function call, so no other is made here.
+            try:  # noqa: SIM105
+                _leave_task(loop, self._host)
+            except RuntimeError:  # main was not made the current task yet
+                pass
             _set_running_loop(None)
 
     def _step_in_context(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -464,6 +474,12 @@ class LoopCaller(Caller):
     def _cancellation_cause(self) -> BaseException | None:
         """Return the error that caused main's cancellation: a signal's error, or the job's failure."""
         return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
+
+
+def _share(meshes: tuple[Mesh, ...], groups: ParallelGroups[Any] | None) -> None:
+    """Set the variables that blocking code and the coroutines it calls share, although their contexts differ."""
+    open_meshes.set(meshes)
+    current_groups.set(groups)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ class Face:
         return f"<{self.awaited!r}, blocking>"
 
     def __getattr__(self, name: str) -> Any:
+        if name == "awaited":  # getattr would recurse if the attribute is not set yet, as in a copy
+            raise AttributeError(name)
         value = getattr(self.awaited, name)
         return functools.partial(self._caller.call, value) if callable(value) else value
 

@@ -83,7 +83,8 @@ class Calls(Generic[AskT, AnswerT]):
         self._tag = tag
         self._answer = answer
         self._group = group
-        self._world = world
+        self._given_world = world
+        self._world: World | None = None
         self._count = 0
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         self._not_answering: set[int] = set()  # ranks that no longer answer
@@ -92,7 +93,7 @@ class Calls(Generic[AskT, AnswerT]):
 
     async def __aenter__(self) -> Self:
         ask_type, answer_type = self._types
-        self._world = world = world_to_await(self._world)
+        self._world = world = world_to_await(self._given_world)  # this object may be entered in other worlds later
         kind: Any = ask_type | answer_type | _Failed | _Left
         name = f"calls of {ask_type.__name__}"
         # Each rank must have room for the notices of all others, which this rank sends without waiting when it leaves.

@@ -36,7 +36,8 @@ from asyncdist.collectives.error_exchange import (
 from asyncdist.collectives.groups import Group, check_group
 from asyncdist.errors import LocalProtocolError
 from asyncdist.functional.collectives import resolve_group
-from asyncdist.runtime.world import World, current_world
+from asyncdist.runtime.world import World
+from asyncdist.spmd.mesh import calling_world
 from asyncdist.tensors import serialization
 
 T = TypeVar("T")
@@ -47,13 +48,13 @@ _SCALARS: Final = (bool, int, float, complex)
 
 def is_distributed() -> bool:
     """Return whether this task runs in a world of several ranks. Outside ``run`` and ``open_world``, return False."""
-    world = _world_or_none()
+    world = calling_world()
     return world is not None and world.size > 1
 
 
 def is_main_process(*, group: Group | None = None) -> bool:
     """Return whether this rank is the first of ``group``, by default of the world. Outside a world, return True."""
-    world = _world_or_none()
+    world = calling_world()
     if group is not None:
         check_group(group)
     if world is None:
@@ -408,13 +409,6 @@ def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[
         *(functools.partial(_check_callable, name, fn) for name, fn in functions.items()),
         functools.partial(check_world_size, world_size, group),
     ]
-
-
-def _world_or_none() -> World | None:
-    try:
-        return current_world()
-    except RuntimeError:
-        return None
 
 
 def _encode_scalar(value: Any) -> bytes:

@@ -107,8 +107,8 @@ class ParallelGroups(Generic[G]):
     data: G
 
 
-#: Groups that :func:`parallel_groups` returns in the current task.
-current_groups: ContextVar[ParallelGroups[Any]] = ContextVar("current_groups")
+#: Groups that :func:`parallel_groups` returns in the current task, or None.
+current_groups: ContextVar[ParallelGroups[Any] | None] = ContextVar("current_groups", default=None)
 
 
 async def new_parallel_groups(
@@ -155,10 +155,10 @@ def parallel_groups() -> ParallelGroups[Any]:
     Raises:
         LocalProtocolError: No groups have been made.
     """
-    try:
-        return current_groups.get()
-    except LookupError:
+    groups = current_groups.get()
+    if groups is None:
         raise LocalProtocolError(
             "no parallel groups have been made: await asyncdist.new_parallel_groups(...), or start with "
             "asyncdist.launch_subprocesses"
-        ) from None
+        )
+    return groups

@@ -411,6 +411,20 @@ class Channel(Generic[MessageT]):
                     afterwards(self.inbox.mailbox.popleft())
             self._wake_all()
 
+    def answer_nowait(self, message: MessageT, dest: int, *, round: int = 0) -> None:
+        """Send a message like :meth:`send_nowait`, even on a closed channel, for its function ``afterwards``.
+
+        Raises:
+            ClosedError: The channel is closed, and a new one has its scope, whose messages are numbered onwards.
+        """
+        was_closed = self._outbox.is_closed
+        if not any(channel.scope == self.scope for channel in self.demultiplexer.channels()):
+            self._outbox.is_closed = False
+        try:
+            self.send_nowait(message, dest, round=round)
+        finally:
+            self._outbox.is_closed = was_closed
+
     def _wake_all(self) -> None:
         for waiter in self.inbox.waiters:
             resolve_waiter(waiter, None)

@@ -32,7 +32,8 @@ DP_AXIS_NAME: Final = "DP"
 _MESH_TIMEOUT_S: Final = 60.0
 _SUBJECT: Final = "new mesh"
 
-_open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist_open_meshes", default=())
+#: The meshes whose ``with`` blocks the running code is in, the innermost last.
+open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdistopen_meshes", default=())
 
 
 @dataclass(slots=True, eq=False)
@@ -108,14 +109,14 @@ class Mesh:
         """Open the mesh, so that collectives in the block and in tasks started there find its axes by name."""
         self.check_member()
         self._check_open()
-        _open_meshes.set((*_open_meshes.get(), self))
+        open_meshes.set((*open_meshes.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        meshes = _open_meshes.get()
+        meshes = open_meshes.get()
         if self in meshes:  # not if a suspended coroutine is closed in another context, as by the garbage collector
             assert meshes[-1] is self, "meshes must be left in reverse order"
-            _open_meshes.set(meshes[:-1])
+            open_meshes.set(meshes[:-1])
 
     async def free(self) -> None:
         """Free the groups of all axes, after which the mesh cannot be used.
@@ -186,7 +187,7 @@ def find_axis(name: str, mesh: Mesh | None) -> Axis:
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh must be a Mesh from await new_mesh(axes), or None, got {mesh!r:.80}")
         return mesh.axis(name)
-    meshes = _open_meshes.get()
+    meshes = open_meshes.get()
     if not meshes:
         world = calling_world()
         where = "here" if world is None else f"on rank {world.rank}"

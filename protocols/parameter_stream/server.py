@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -245,6 +246,7 @@ class SnapshotServer:
 
     def close(self) -> None:
         """Close the channel, and unmap other ranks' memory. Late requests are still answered, usually with an abort."""
+        self.end_rounds(math.inf)
         self.channel.close(afterwards=self.on_message)
         self.neighbours.release()
         self._services.off_returned(self._forget)
@@ -302,7 +304,7 @@ class SnapshotServer:
 
     def _locate(self, location: Location, dest: int, round: int = 0) -> None:
         try:
-            self.channel.send_nowait(location, dest, round=round)
+            self.channel.answer_nowait(location, dest, round=round)
         except AsyncdistError as error:  # the rank is lost or its queue is full, so it cannot complete the round
             logger.info("the address of a snapshot was not sent to rank %d: %s", dest, error)
 

@@ -410,13 +410,15 @@ class ReplayBuffer:
     async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
         if self._error is not None:  # the server has ended and would not answer the grant
             raise self._error
+        services = self._services
         try:
             buffer = np.empty(drawn.nbytes, np.uint8)
-        except BaseException:  # usually MemoryError: the server must not wait for the grant
+            targets = split(buffer.data, CHUNK_NBYTES)
+            inbound = services.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot)))
+        except BaseException:  # usually MemoryError or BusyError: the server must not wait for the grant
             self._send(Withdraw(drawn.request))
             raise
-        services, targets = self._services, split(buffer.data, CHUNK_NBYTES)
-        with services.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot))) as stream:
+        with inbound as stream:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
             try:
                 await stream.whole()

@@ -1,4 +1,7 @@
-"""Records the clients of a replay buffer's server, and detects whether all clients wait for each other."""
+"""Records the clients of a replay buffer's server, and detects whether all clients wait for each other.
+
+Clients that open a buffer between two servers of the same name are kept for the second one.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from asyncdist import Envelope
 from asyncdist.messaging.outbound_streams import OutboundStream
-from asyncdist.protocols.replay_buffer.messages import Add, Draw, Update
+from asyncdist.messaging.services import Services
+from asyncdist.protocols.replay_buffer.layouts import refuse_grant
+from asyncdist.protocols.replay_buffer.messages import Add, Draw, Left, Open, ReplayMessage, Update
 
 #: Maximum number of clients that a warning lists.
 _NAMED_COUNT_MAX: Final = 8
@@ -40,6 +46,33 @@ class Client:
     outgoing: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
     streams: dict[int, OutboundStream] = field(default_factory=dict)
     last_message_at: float = -math.inf
+
+
+class EarlyClients:
+    """Stores the clients that have opened a buffer after its server on this rank had closed, for the next server."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        # Each client's message, and the number of its rank's restarts at the time, by buffer name and rank.
+        self._opens: dict[str, dict[int, tuple[Envelope[ReplayMessage], int]]] = {}
+
+    def on_message(self, name: str, envelope: Envelope[ReplayMessage]) -> None:
+        """Handle a message for the closed server of the buffer ``name``."""
+        source, opens = envelope.source, self._opens.setdefault(name, {})
+        if isinstance(envelope.message, Open):
+            opens[source] = envelope, self._services.restarted.get(source, 0)
+        elif isinstance(envelope.message, Left):
+            opens.pop(source, None)
+        refuse_grant(self._services, envelope)
+
+    def take(self, name: str) -> list[Envelope[ReplayMessage]]:
+        """Remove and return the ``Open`` messages for the buffer ``name``, except those of lost processes."""
+        gone, restarted = self._services.gone, self._services.restarted
+        return [
+            envelope
+            for source, (envelope, count) in self._opens.pop(name, {}).items()
+            if source not in gone and restarted.get(source, 0) == count
+        ]
 
 
 def may_add_more(clients: Collection[Client]) -> bool:

@@ -29,7 +29,13 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.protocols.replay_buffer.clients import Client, all_wait_to_draw, describe_draws, may_add_more
+from asyncdist.protocols.replay_buffer.clients import (
+    Client,
+    EarlyClients,
+    all_wait_to_draw,
+    describe_draws,
+    may_add_more,
+)
 from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
 from asyncdist.protocols.replay_buffer.messages import (
     INLINE_NBYTES_MAX,
@@ -152,11 +158,14 @@ class _Server:
             name=f"replay {name}",
             capacity=capacity,
         )
+        self._early_clients = services.shared(EarlyClients)
         services.on_gone(self._on_gone, among=clients)
 
     async def serve(self) -> ReplayStatistics:
         channel = self._channel
         try:
+            for early in self._early_clients.take(self._name):
+                self._handle(early)
             while not self._is_finished():
                 # If the last client has left, a pending ``Open`` is meant for the next buffer with this name.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
@@ -177,7 +186,7 @@ class _Server:
             for client in self._clients.values():
                 self._finish(client)
             self._services.off_gone(self._on_gone)
-            channel.close(afterwards=functools.partial(refuse_grant, self._services))
+            channel.close(afterwards=functools.partial(self._early_clients.on_message, self._name))
         return ReplayStatistics(
             added={rank: self._added[rank] for rank in self._clients},
             drawn={rank: self._drawn[rank] for rank in self._clients},
@@ -405,9 +414,10 @@ class _Server:
     async def _receive_payload(self, client: Client, message: Add | Update) -> npt.NDArray[np.uint8]:
         buffer = np.empty(message.nbytes, np.uint8)
         targets = split(buffer.data, CHUNK_NBYTES)
-        with self._services.slots.inbound(client.rank, targets, functools.partial(self._cancel, client.rank)) as stream:
+        rank, slots = client.rank, self._services.slots
+        with slots.inbound(rank, targets, lambda slot: self._send_nowait(rank, Cancel(slot))) as stream:
             grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
-            self._channel.send_nowait(grant, client.rank, round=message.request)
+            self._channel.send_nowait(grant, rank, round=message.request)
             await stream.whole()
         return buffer
 
@@ -420,9 +430,6 @@ class _Server:
                 raise
             self._failure = self._failure or error
             self._services.engine.recheck()
-
-    def _cancel(self, rank: int, slot: int) -> None:
-        self._send_nowait(rank, Cancel(slot))
 
     # -- drawing ----------------------------------------------------------------------------------------------------
 

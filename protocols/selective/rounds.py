@@ -272,10 +272,6 @@ class RoundCoordinator:
         """True if every member has left or is lost."""
         return self.roster.live_count == 0
 
-    def recent_events(self) -> tuple[str, ...]:
-        """Return the latest events, oldest first, for error messages."""
-        return self._history.recent_events()
-
     def statistics(self) -> CoordinatorStatistics:
         """Return this coordinator's counts of reports, decisions and rounds."""
         members = self.migrants.without_guests()

@@ -480,3 +480,47 @@ def test_callbacks_of_a_policy_can_use_the_world() -> None:
     with ad.blocking.open_world(), ad.blocking.policy(policy) as opened:
         opened.step()
     assert ranks == [0]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_mesh_and_parallel_groups_of_blocking_code_count(ranks: int) -> None:
+    """Regression: if the rank had its own process, its calls did not see the mesh and could not set the groups."""
+
+    def main(world: ad.blocking.World) -> list[float]:
+        mesh, found = ad.blocking.new_mesh({"DP": world.size}), list[float]()
+        with mesh:
+            found.append(ad.blocking.psum(torch.ones(1), "DP").item())
+            weight = torch.ones(1, requires_grad=True)
+            update = ad.gradient_update(lambda _: (weight**2).sum(), torch.optim.SGD([weight], lr=0.25), "DP")
+            world.call(update, None, weight)
+            found.append(weight.item())
+        with pytest.raises(ad.LocalProtocolError, match="no mesh is open"):
+            ad.blocking.psum(torch.ones(1), "DP")
+        with pytest.raises(ad.LocalProtocolError, match="no parallel groups"):
+            ad.parallel_groups()
+        groups = ad.blocking.new_parallel_groups()
+        world.sleep(0.0)
+        assert ad.parallel_groups() is groups
+        return found
+
+    if ranks:
+        assert ad.run_local(ad.blocking.hosted(main), ranks=ranks) == [[2.0, 0.5]] * ranks
+        return
+
+    def alone() -> list[float]:
+        with ad.blocking.open_world() as world:
+            return main(world)
+
+    assert contextvars.copy_context().run(alone) == [1.0, 0.5]
+    with pytest.raises(ad.LocalProtocolError, match="no parallel groups"):
+        ad.parallel_groups()
+
+
+def test_wrapped_objects_can_be_copied() -> None:
+    """Regression: RecursionError, because the copy looked for its wrapped object in the object itself."""
+    with ad.blocking.open_world() as world:
+        channel = world.channel(Word, tag=60)
+        copied = copy.copy(channel)
+        copied.send(Word("copied"), 0)
+        assert channel.receive().message == Word("copied")
+        channel.close()

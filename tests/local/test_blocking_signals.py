@@ -123,18 +123,20 @@ def test_a_signal_as_the_world_opens_is_raised_in_the_block(monkeypatch: pytest.
 
 
 class Planted:
-    """Raises SIGINT at one of the moments at which Python runs handlers of signals, counted from the start.
+    """Raises a signal at one of the moments at which Python runs handlers of signals, counted from the start.
 
     Args:
         at: Number of the moment, from 0.
+        number: Number of the signal.
 
     Attributes:
         count: Number of moments reached.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, number: signal.Signals = signal.SIGINT) -> None:
         self.count = 0
         self._at = at
+        self._number = number
         self._before: dict[FrameType, int] = {}
 
     def enter_frame(self, frame: FrameType, _event: str, _arg: object) -> Any:
@@ -150,7 +152,7 @@ class Planted:
                 self.count += 1
                 if self.count > self._at:
                     sys.settrace(None)
-                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(self._number)
         return self._trace
 
 
@@ -280,3 +282,39 @@ def test_the_exit_of_another_task_cancels_the_call(error: BaseException) -> None
     with pytest.raises(type(error)), ad.blocking.open_world() as world:
         world.call(exiting)
     assert ended == ["cancelled"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python 3.13 reports few instructions to settrace")
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a coroutine may not be awaited
+def test_an_error_at_any_moment_of_a_call_hangs_no_later_call() -> None:
+    """Regression: after an error of the program's own signal handler, later calls raised RuntimeError.
+
+    The call had made main the current task, and had not ended that.
+    """
+
+    def raise_late(*_: object) -> None:
+        raise Late
+
+    handler, tracing, at, was_reached = signal.signal(signal.SIGUSR1, raise_late), sys.gettrace(), 0, True
+    try:
+        while was_reached:
+            planted = Planted(at, signal.SIGUSR1)
+            with ad.blocking.open_world() as world:
+                try:
+                    sys._getframe().f_trace_opcodes = True
+                    sys.settrace(planted.enter_frame)
+                    world.call(quick)
+                except Late:
+                    pass
+                finally:
+                    sys.settrace(tracing)
+                assert asyncio._get_running_loop() is None, f"moment {at}"
+                if at % 2:  # otherwise, the end of the world is next
+                    assert [world.call(waiting), world.call(quick)] == [1, 1], f"moment {at}"
+            was_reached = planted.count > at
+            at += 1
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert at > 5

@@ -460,3 +460,68 @@ def test_requests_without_memory_do_not_hinder_later_ones(monkeypatch: pytest.Mo
         return len((await buffer.sample(200)).ids)
 
     assert run(2, client, in_flight_max=1)[0] == 200
+
+
+def test_a_client_between_two_servers_is_not_forgotten() -> None:
+    """Regression: between two servers, its messages were dropped. It repeated them too seldom to be in time."""
+
+    async def main(world: ad.World) -> float | None:
+        if world.rank == 1:
+            for _ in range(2):
+                await serve_replay_buffer([0], capacity=10)
+                await world.sleep(35.0)
+            return None
+        async with ReplayBuffer(1) as buffer:
+            await buffer.add(torch.zeros(1))
+        with pytest.raises(ad.StartTimeoutError):
+            async with ReplayBuffer(1, start_timeout_s=5.0):
+                pass
+        async with ReplayBuffer(1) as buffer:
+            await buffer.add(torch.zeros(1))
+            return world.time()
+
+    entered_at, _ = ad.simulate(main, ranks=2, seed=1, strict=True).results
+    assert entered_at == pytest.approx(35.0, abs=0.1)
+
+
+def test_a_client_that_gave_up_between_servers_is_not_waited_for() -> None:
+    ends = list[float]()
+
+    async def main(world: ad.World) -> list[int]:
+        if world.rank == 2:
+            served = []
+            for _ in range(2):
+                served.append((await serve_replay_buffer([0, 1], capacity=10)).size)
+                ends.append(world.time())
+                await world.sleep(10.0)
+            return served
+        async with ReplayBuffer(2) as buffer:
+            await buffer.add(torch.zeros(1))
+        await world.sleep(1.0)
+        with pytest.raises(ad.StartTimeoutError):  # rank 0 is killed before
+            async with ReplayBuffer(2, start_timeout_s=1.0 if world.rank else 60.0):
+                pass
+        await world.sleep(20.0)
+        return []
+
+    faults = [Kill(0, at_s=5.0)]
+    assert ad.simulate(main, ranks=3, seed=1, faults=faults).results[2] == [2, 0]
+    assert 20.0 < ends[1] < 25.0, "client 1 was expected until its end"
+
+
+def test_a_draw_without_a_stream_slot_does_not_hinder_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the server kept the items of such a draw, and all later draws of the client waited forever."""
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        await buffer.add(torch.zeros(100, 1000))
+
+        def refuse(_: object) -> None:
+            raise ad.BusyError("all slots are in use")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(world.services.slots, "take", refuse)
+            with pytest.raises(ad.BusyError):
+                await buffer.sample(100)
+        return len((await buffer.sample(100)).ids)
+
+    assert run(2, client)[0] == 100

@@ -174,3 +174,14 @@ def test_an_answer_that_cannot_be_sent_is_an_error_of_the_asker(fault: str) -> N
 
     said = ad.simulate(main, ranks=2, seed=1, strict=True).results[0]
     assert ("CancelledError" if fault == "cancelled" else "LocalProtocolError") in said
+
+
+def test_calls_are_entered_in_one_world_after_the_other() -> None:
+    """Regression: the object kept its first world, and raised ClosedError in the second."""
+    calls = ad.Calls(Ask, Answer, tag=50, answer=lambda question, rank: Answer(question.number, rank))
+
+    async def main(world: ad.World) -> int:
+        async with calls:
+            return (await calls.ask(Ask(world.size), 0)).number
+
+    assert [ad.run_local(main, ranks=1) for _ in range(2)] == [[1], [1]]

@@ -92,3 +92,56 @@ def test_an_old_checkpoint_that_may_not_be_deleted_is_kept(
     (new, *_) = ad.run_local(save, tmp_path, ranks=1)
     assert sorted(os.listdir(tmp_path)) == [old, new]
     assert f"cannot delete the old checkpoint {tmp_path / old} (Permission denied)" in caplog.text
+
+
+def make_foreign(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        folder.joinpath(name).parent.mkdir(exist_ok=True)
+        folder.joinpath(name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"pytorch_model.bin": "weights"},
+        {"rank-00000.pt": "weights", "notes.txt": "mine"},
+        {"manifest.json": "{}"},
+        {"manifest.json": "{}", "rank-00000.pt": "weights"},
+        {"rank-00000.pt/weights": "in a folder"},
+        {"rank-last.pt": "weights"},
+    ],
+)
+def test_keep_does_not_delete_folders_of_other_programs(
+    files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: any folder ``checkpoint-NNNNNN`` was deleted, even the checkpoint-100000 of another library."""
+    foreign = tmp_path / "checkpoint-100000"
+    make_foreign(foreign, files)
+    for number in (1, 2):
+        assert ad.run_local(save, tmp_path, ranks=1) == [f"checkpoint-{100_000 + number}"]
+    assert {str(each.relative_to(foreign)) for each in foreign.rglob("*") if each.is_file()} == set(files)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-100000", "checkpoint-100002"]
+    assert sum(str(foreign) in record.getMessage() for record in caplog.records) == 1
+
+
+def test_keep_deletes_all_leftovers_of_a_killed_save(tmp_path: Path) -> None:
+    files = ["rank-00000.pt", "rank-00001.safetensors", ".part-00ff/rank-00002.pt", "restarted-rank-00003/entry.json"]
+    make_foreign(tmp_path / "checkpoint-000001", dict.fromkeys([*files, ".part-00ff-owner"], ""))
+    ad.run_local(save, tmp_path, ranks=1)
+    assert os.listdir(tmp_path) == ["checkpoint-000002"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"format": "another"}'])
+def test_a_newer_manifest_of_another_program_is_skipped(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: ValueError, although the folder had a complete older checkpoint."""
+    (name,) = ad.run_local(save, tmp_path, ranks=1)
+    foreign = tmp_path / "checkpoint-100000"
+    make_foreign(foreign, {"manifest.json": content})
+    assert manifests.find_newest(tmp_path)[0] == tmp_path / name
+    assert [folder for folder, _ in manifests.find_last(tmp_path, 1)] == [tmp_path / name]
+    assert str(foreign) in caplog.text
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        manifests.find_newest(foreign)

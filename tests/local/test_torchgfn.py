@@ -392,6 +392,73 @@ def test_a_request_to_a_restarted_buffer_rank_fails() -> None:
 
 
 @pytest.mark.slow
+def test_requests_between_two_runs_wait_for_the_second_run() -> None:
+    """Regression: the channel was closed between the runs, so the request was dropped and both ranks waited forever."""
+
+    def main(world: ad.blocking.World) -> Any:
+        answers = list[str]()
+        for phase in ("first", "second"):
+            if world.rank == 0:
+                manager = torchgfn.ReplayBufferManager(grid(), 0, 1)
+                manager._compute_metadata = lambda phase=phase: phase
+                manager.run()
+                world.sleep(1.0)
+            else:
+                answers.append(torchgfn.ReplayBufferManager.get_metadata(0))
+                torchgfn.ReplayBufferManager.send_termination_signal(0)
+        return answers
+
+    assert on_ranks(main, 2) == [[], ["first", "second"]]
+
+
+@pytest.mark.slow
+def test_requests_of_a_lost_process_are_not_served_later() -> None:
+    """A request that waits for the next run is dropped if its sender is restarted, which could get its answer."""
+
+    def main(world: ad.blocking.World) -> Any:
+        if world.rank == 0:
+            asked = list[int]()
+            for _ in range(2):
+                manager = torchgfn.ReplayBufferManager(grid(), 0, 1, scoring_function=lambda got: {"n": len(got)})
+                manager.replay_buffer.add = lambda got: asked.append(len(got))
+                manager.run()
+                world.sleep(3.0)
+            return asked
+        buffer = torchgfn.ReplayBuffer(grid(), remote_manager_rank=0)
+        if not world.incarnation:
+            torchgfn.ReplayBufferManager.send_termination_signal(0)
+            buffer.add(containers(grid(), 4))
+        scores = buffer.add(containers(grid(), 5))
+        torchgfn.ReplayBufferManager.send_termination_signal(0)
+        return scores
+
+    faults = [ad.simulation.Kill(1, at_s=1.0), ad.simulation.Restart(1, at_s=1.5)]
+    assert on_ranks(main, 2, strict=False, faults=faults) == [[5], {"n": 5}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 1e-4])
+def test_a_restarted_client_waits_for_its_buffer_rank(delay_s: float) -> None:
+    """Regression: the new process's first request failed if the rank was not connected to the buffer rank yet."""
+
+    def main(world: ad.blocking.World) -> Any:
+        if world.rank == 0:
+            manager = torchgfn.ReplayBufferManager(grid(), 0, 1)
+            manager._compute_metadata = lambda: "served"
+            manager.run()
+            return None
+        if not world.incarnation:
+            torchgfn.ReplayBufferManager.get_metadata(0)
+            world.sleep(5.0)
+        answer = torchgfn.ReplayBufferManager.get_metadata(0)
+        torchgfn.ReplayBufferManager.send_termination_signal(0)
+        return answer
+
+    faults = [ad.simulation.Kill(1, at_s=1.0), ad.simulation.Restart(1, at_s=1.0 + delay_s)]
+    assert on_ranks(main, 2, strict=False, faults=faults)[1] == "served"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_buffer_ranks_end_without_their_clients(is_killed: bool) -> None:
     """Regression: if a client of each buffer rank never asked, the buffer ranks waited for each other forever."""

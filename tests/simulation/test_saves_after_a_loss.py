@@ -209,3 +209,42 @@ def test_a_cancelled_save_after_a_loss_does_not_wait_for_others(tmp_path: Path) 
 
     report = ad.simulate(main, ranks=3, seed=1, faults=[Kill(2, at_s=0.2)], until_s=1000.0)
     assert report.results[0] == pytest.approx(2.5, abs=0.1)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_survivors_are_notified_of_an_error_of_settle(is_cancelled: bool, tmp_path: Path) -> None:
+    """Regression: the failed rank did not join the other survivors, which waited for it for 60 seconds."""
+
+    class Fails:
+        is_failing = True
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        async def settle(self) -> None:
+            if self.is_failing and ad.current_world().rank == 1:
+                if is_cancelled:
+                    await asyncio.sleep(1e9)
+                raise ad.BusyError("the policy is busy")
+
+    async def main(world: ad.World) -> tuple[str, float, list[int]]:
+        await world.sleep(1.0 + 0.1 * world.rank)
+        policy, model, began_at = Fails(), made()[0], world.time()
+        found = "nothing"
+        try:
+            async with asyncio.timeout(0.5 if world.rank == 1 else None):
+                await ad.save_population(tmp_path, model, policy=policy)
+        except (ad.AsyncdistError, TimeoutError) as error:
+            found = f"{type(error).__name__}: {error}"
+        took_s = world.time() - began_at
+        async with await ad.surviving_group() as group:
+            assert group.ranks == tuple(SURVIVORS), "later starts are the same on all ranks"
+        policy.is_failing = False
+        return found, took_s, saved_ranks(await ad.save_population(tmp_path, model, policy=policy))
+
+    results = simulate(main, ranks=RANKS, seed=1, faults=[LOSS], network=Network()).results
+    (first, _, _), *others = (results[rank] for rank in SURVIVORS)
+    assert first.startswith("TimeoutError" if is_cancelled else "BusyError"), first
+    for found, took_s, saved in others:
+        assert ("CancelledError" if is_cancelled else "BusyError") in found and found.startswith("RemoteError"), found
+        assert took_s < 2.0 and saved == SURVIVORS

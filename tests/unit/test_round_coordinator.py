@@ -56,7 +56,7 @@ def test_a_round_from_reports_to_end() -> None:
     statistics = coordinator.statistics()
     assert (statistics.rounds_decided, statistics.rounds_ended, statistics.applied[0]) == (1, 1, 1)
     assert not statistics.ignored
-    assert coordinator.recent_events()[-1].endswith("ended, every replacer has answered")
+    assert coordinator._history.recent_events()[-1].endswith("ended, every replacer has answered")
 
 
 def test_safe_points_of_a_stream_lengthen_the_timeout() -> None:
@@ -397,7 +397,7 @@ def test_law_a_coordinator_is_a_function_of_its_events(
         referee = Referee(size, options)
         for event in listed:
             referee.feed(event)
-        stories.append((referee.coordinator.recent_events(), referee.coordinator.statistics()))
+        stories.append((referee.coordinator._history.recent_events(), referee.coordinator.statistics()))
     assert stories[0] == stories[1]
 
 

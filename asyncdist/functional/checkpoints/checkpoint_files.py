@@ -12,6 +12,7 @@ import copy
 import fcntl
 import logging
 import os
+import re
 import shutil
 import stat
 import weakref
@@ -33,6 +34,11 @@ ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
 #: Inode of each checkpoint's folder that simulations and replays in this process have created.
 _simulated: Final = dict[Path, int]()
+#: Folders of other programs about which this process has logged a warning.
+_reported: Final = set[Path]()
+#: Names of a checkpoint's entries besides the manifest. NFS renames deleted files that are still open to ``.nfs...``.
+_FILE_NAME: Final = re.compile(r"rank-\d{5,}\.(pt|safetensors)|\.part-[0-9a-f]+-owner|\.nfs[0-9a-f]+")
+_FOLDER_NAME: Final = re.compile(rf"{manifests.RESTARTED}\d{{5,}}|\.part-[0-9a-f]+")
 _PIECE_NBYTES: Final = 1 << 22
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -252,14 +258,16 @@ def _sync(path: Path) -> None:
 def _delete_old(newest: Path, keep: int) -> None:
     """Delete unfinished checkpoints, and all complete checkpoints except the ``keep`` newest. Follow no symbolic links.
 
-    A checkpoint that another job is writing is kept, and a warning is logged. A simulation keeps all checkpoints that
-    no simulation in this process has written, in addition to its own ``keep`` newest.
+    A checkpoint that another job is writing is kept, and a warning is logged. The same holds for a folder with other
+    files than those of a checkpoint, because another program may have written it. A simulation keeps all checkpoints
+    that no simulation in this process has written, in addition to its own ``keep`` newest.
     """
     place, own_number = newest.parent, manifests.number_of(newest.name)
     folders = [place / manifests.name_of(number) for number in manifests.numbers(place) if number < own_number]
     older = [folder for folder in folders if not folder.is_symlink()]
     if is_simulated(newest):
         older = [folder for folder in older if is_simulated(folder)]
+    older = [folder for folder in older if _is_own(folder)]
     whole = [folder for folder in older if (folder / manifests.MANIFEST).is_file()]
     outdated = whole[: max(0, len(whole) - (keep - 1))]
     for folder in older:
@@ -276,3 +284,25 @@ def _delete_old(newest: Path, keep: int) -> None:
             logger.warning("cannot delete the old checkpoint %s (%s); delete it yourself", folder, error.strerror)
             continue
         shutil.rmtree(folder, ignore_errors=True)  # rmtree does not follow links either
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder has only entries of a checkpoint. Otherwise, log a warning, once for each folder."""
+    try:
+        with os.scandir(folder) as entries:
+            other = next((entry.name for entry in entries if not _is_of_checkpoint(entry)), None)
+    except OSError:  # another job may have deleted the folder
+        return False
+    if other is not None and folder.resolve() not in _reported:
+        _reported.add(folder.resolve())
+        text = "%s is not deleted, because %r in it is not of a population checkpoint: save into a folder of your own"
+        logger.warning(text, folder, other)
+    return other is None
+
+
+def _is_of_checkpoint(entry: os.DirEntry[str]) -> bool:
+    if entry.is_dir(follow_symlinks=False):
+        return _FOLDER_NAME.fullmatch(entry.name) is not None
+    if entry.name == manifests.MANIFEST:
+        return manifests.has_manifest(Path(entry.path).parent)
+    return _FILE_NAME.fullmatch(entry.name) is not None

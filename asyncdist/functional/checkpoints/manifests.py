@@ -124,15 +124,24 @@ def read_moment(folder: Path) -> Moment | None:
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest complete checkpoint in a folder and its manifest. Raise FileNotFoundError without one."""
+    """Return the newest complete checkpoint in a folder and its manifest. Raise FileNotFoundError without one.
+
+    Folders of other programs are ignored.
+    """
     if (path / MANIFEST).is_file():
         return path, _read_manifest(path)
     folders = [path / name_of(number) for number in reversed(numbers(path))] if path.is_dir() else []
+    unfinished_count = 0
     for folder in folders:
-        if (folder / MANIFEST).is_file():
+        if not (folder / MANIFEST).is_file():
+            logger.warning("%s is unfinished and is ignored", folder)
+            unfinished_count += 1
+        elif _is_foreign(folder):
+            logger.warning("%s is not a population checkpoint and is ignored", folder)
+        else:
             return folder, _read_manifest(folder)
-        logger.warning("%s is unfinished and is ignored", folder)
-    found = f"it contains only {len(folders)} unfinished checkpoints" if folders else "it contains no checkpoint"
+    unfinished = f"it contains only {unfinished_count} unfinished checkpoints"
+    found = unfinished if unfinished_count else "it contains no checkpoint"
     if path.name.startswith(_PREFIX) and path.is_dir():
         found = "it is an unfinished checkpoint"
     raise FileNotFoundError(f"{path} must contain a complete population checkpoint, but {found}")
@@ -143,7 +152,7 @@ def find_last(path: Path, count: int) -> list[tuple[Path, dict[str, Any]]]:
     if (path / MANIFEST).is_file():
         return [find_newest(path)]
     folders = [path / name_of(number) for number in numbers(path)]
-    found = [folder for folder in folders if (folder / MANIFEST).is_file()][-count:]
+    found = [folder for folder in folders if (folder / MANIFEST).is_file() and not _is_foreign(folder)][-count:]
     return [(folder, _read_manifest(folder)) for folder in found] or [find_newest(path)]
 
 
@@ -159,15 +168,39 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def has_manifest(folder: Path) -> bool:
+    """Return whether a folder has the manifest of a population checkpoint, possibly an invalid one."""
+    try:
+        return _is_manifest(_parsed(folder))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Return whether another program has written the manifest in a folder. A damaged manifest may be our own."""
+    try:
+        return not _is_manifest(_parsed(folder))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _is_manifest(content: Any) -> bool:
+    return isinstance(content, dict) and content.get("format") == _FORMAT
+
+
+def _parsed(folder: Path) -> Any:
+    with (folder / MANIFEST).open("rb") as file:
+        data = file.read(_NBYTES_MAX + 1)
+    return json.loads(data) if len(data) <= _NBYTES_MAX else None
+
+
 def _read(folder: Path) -> dict[str, Any]:
     """Return a checked manifest as it is in the file."""
     try:
-        with (folder / MANIFEST).open("rb") as file:
-            data = file.read(_NBYTES_MAX + 1)
-        manifest: Any = json.loads(data) if len(data) <= _NBYTES_MAX else None
+        manifest = _parsed(folder)
     except (ValueError, RecursionError):
         manifest = None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+    if not _is_manifest(manifest):
         raise ValueError(
             f"{folder / MANIFEST} must be the manifest of a population checkpoint, but it has other content"
         )
@@ -178,7 +211,8 @@ def _read(folder: Path) -> dict[str, Any]:
         _moment_in(manifest)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{folder / MANIFEST} must describe the file of each rank: {error}") from error
-    return manifest
+    found: dict[str, Any] = manifest
+    return found
 
 
 def _moment_in(manifest: Mapping[str, Any]) -> Moment | None:

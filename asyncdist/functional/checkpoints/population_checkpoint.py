@@ -42,7 +42,9 @@ from asyncdist.functional.checkpoints.manifests import Moment
 from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.joint_work import SURVIVORS_TIMEOUT_S, JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
+from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.runtime.world import World
+from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
@@ -302,6 +304,10 @@ class _Save:
         world = self._world
         if self._role != "member" or (self._is_default_group and world.peers.attendance.loss_count):
             if self._arrival.error is not None:  # it is raised without waiting for the other survivors
+                if not isinstance(self._arrival.error, GeneratorExit):
+                    self._world.services.spawn_service(self._report_error_to_survivors(), name="save_population")
+                    # Later starts of this rank must follow the start of the survivors' group.
+                    await yield_to_loop()
                 raise self._arrival.error
             await self._move_to_survivors()
         while True:
@@ -330,6 +336,17 @@ class _Save:
         self.joint = JointWork(self._world, self._group, "save_population")
         # A later save in a new group of survivors must wait for this save.
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
+
+    async def _report_error_to_survivors(self) -> None:
+        """Send the error of :meth:`arrive` to the other ranks that were never lost, if they call this function, too."""
+        fail = self._raise_error_of_arrival
+        try:
+            await self._move_to_survivors()
+            await attempt(lambda: self.joint.begin(fail, self._work, arrive=fail))
+            what = WaitId(WaitKind.EARLIER_WORK, name="save_population")
+            await self._world.services.engine.until(lambda: self.joint.is_over, what)
+        finally:
+            await self._free_survivors()
 
     async def _free_survivors(self) -> None:
         if self._is_default_group and self._group is not self._world.group:

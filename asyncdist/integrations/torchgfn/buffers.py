@@ -11,7 +11,7 @@ does not fit into a message is sent as a stream after it.
 
 A training rank has at most one pending request to a buffer rank. If its caller is interrupted, the request is completed
 in the background, and the next request waits for it. A buffer rank answers requests in arrival order. It ends when each
-of its training ranks has sent a termination signal, is lost or has left.
+of its training ranks has sent a termination signal, is lost or has left. Later requests wait for its next run.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
 
-from asyncdist import ClosedError, Envelope, RankLostError, World, blocking, tags, validation
+from asyncdist import Channel, ClosedError, Envelope, RankLostError, World, blocking, tags, validation
 from asyncdist.functional.rank_layout import BufferRanks
 from asyncdist.integrations.joining import join
 from asyncdist.protocols.replay_buffer.layouts import scopes
@@ -229,13 +230,15 @@ async def _request(
         )
 
     services.on_gone(note_end, among=[server])
+    what = WaitId(WaitKind.BUFFER_ANSWER, number=server)
     try:
+        # A restarted rank may not be connected to the buffer rank yet.
+        await services.engine.until(lambda: not services.is_unmet(server) or bool(errors), what)
         if server in services.gone:
             note_end(server)
         await _send(world, channel, server, lambda *sent: Ask(kind.name, *sent), payload)
         if kind is MessageType.EXIT:
             return None
-        what = WaitId(WaitKind.BUFFER_ANSWER, number=server)
         await services.engine.until(lambda: channel.is_ready or bool(errors), what)
         envelope = channel.receive_nowait()
         if envelope is None:
@@ -297,7 +300,8 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         If the scoring function or ``_compute_metadata`` raises an exception, the job fails with it.
         """
         world = join()
-        with _RequestServer(world, self.num_training_ranks) as desk:
+        desk = _RequestServer(world, self.num_training_ranks)
+        with desk.serving():
             while (asked := desk.next()) is not None:
                 source, kind, data = asked
                 if kind is MessageType.DATA:
@@ -322,8 +326,31 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         _ask(manager_rank, MessageType.EXIT)
 
 
+class _WaitingRequests:
+    """This rank's unanswered requests, oldest first. They are received at any time after the first run has begun."""
+
+    def __init__(self, services: Any) -> None:
+        self.requests: deque[Envelope[Ask]] = deque()
+        to_server, to_clients = scopes(services.rank, _NAME)
+        self.channel: Channel[Any] = services.open_channel(
+            Ask | Answer,
+            tag=tags.REPLAY,
+            scope=to_server,
+            peer_scope=to_clients,
+            name=_NAME,
+            handler=self.requests.append,
+        )
+        services.on_returned(self._drop_requests)
+
+    def _drop_requests(self, rank: int) -> None:
+        """Drop the requests of the lost process of ``rank``. The new process could receive their answers."""
+        kept = [envelope for envelope in self.requests if envelope.source != rank]
+        self.requests.clear()
+        self.requests.extend(kept)
+
+
 class _RequestServer:
-    """Receives a buffer rank's requests, one at a time, and sends the answers, until its context ends."""
+    """Receives a buffer rank's requests, one at a time, and sends the answers."""
 
     def __init__(self, world: blocking.World, client_count: int) -> None:
         self._world = world
@@ -331,21 +358,12 @@ class _RequestServer:
         self._client_count = client_count
         self._seen: set[int] = set()
         self.done: set[int] = set()
-        self._exits = contextlib.ExitStack()
+        waiting = self._services.shared(_WaitingRequests)
+        self._channel, self._requests = waiting.channel, waiting.requests
 
-    def __enter__(self) -> _RequestServer:
-        world = self._world
-        to_server, to_clients = scopes(world.rank, _NAME)
-        self._channel = self._services.open_channel(
-            Ask | Answer, tag=tags.REPLAY, scope=to_server, peer_scope=to_clients, name=_NAME, capacity=4 * world.size
-        )
-        self._exits.callback(self._channel.close)
-        rivals = world.awaited.agreements.rivals
-        self._exits.enter_context(rivals.serving(self._possible_senders, "serves a replay buffer"))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._exits.close()
+    def serving(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this rank refuses operations that a client wants to start with it."""
+        return self._world.awaited.agreements.rivals.serving(self._possible_senders, "serves a replay buffer")
 
     def _possible_senders(self) -> list[int]:
         """Return the ranks that may still send requests."""
@@ -362,12 +380,12 @@ class _RequestServer:
         return self._world.call(self._next)
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:
-        channel, what = self._channel, WaitId(WaitKind.BUFFER_USERS)
+        what = WaitId(WaitKind.BUFFER_USERS)
         while True:
-            await self._services.engine.until(lambda: channel.is_ready or self._is_over(), what)
-            envelope = channel.receive_nowait()
-            if envelope is None:
+            await self._services.engine.until(lambda: bool(self._requests) or self._is_over(), what)
+            if not self._requests:
                 return None
+            envelope = self._requests.popleft()
             source, kind = envelope.source, MessageType[envelope.message.kind]
             self._seen.add(source)
             self.done.discard(source)

@@ -125,8 +125,8 @@ def unpack_plan(packed: bytes) -> Plan:
 def unpack_freeze(packed: bytes) -> Freeze:
     """Return the `Freeze` that :meth:`Freeze.packed` has packed. Raise ValueError for other bytes."""
     head, donors_, weights, iterations, reducers = split(packed, 5)
-    donors, count = unpack_ranks(donors_), len(unpack_ranks(donors_))
-    numbers = unpack_weights(weights, count), unpack_numbers(iterations, count)
+    donors = unpack_ranks(donors_)
+    numbers = unpack_weights(weights, len(donors)), unpack_numbers(iterations, len(donors))
     (best,) = _unpack(_BEST, head)
     return Freeze(donors, *numbers, best, unpack_ranks(reducers))
 
