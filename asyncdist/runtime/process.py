@@ -1,4 +1,4 @@
-"""Prepares a rank's process: limits torch's threads, and reduces the work of the garbage collector."""
+"""Limits the threads of a rank's process, reduces its garbage collections, and frees the memory of ended policies."""
 
 from __future__ import annotations
 
