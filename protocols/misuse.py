@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
 
 import asyncdist
-from asyncdist import BusyError, ClosedError
+from asyncdist import BusyError, ClosedError, LocalProtocolError
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.runtime.world import World
 
@@ -64,6 +64,19 @@ def check_evaluates(**metrics: object) -> None:
                 f"with trial weights in the model, got {given!r:.80}; write step({name}=evaluate) instead of "
                 f"step({name}=evaluate())"
             )
+
+
+def refuse_entry(kind: str, stage: str) -> NoReturn:
+    """Raise the error for a policy of class ``kind`` that is entered while it is being started, or again."""
+    if stage == "starting":
+        raise BusyError(
+            f"this {kind} is already being started, by another task or by a cancelled start that still waits for the "
+            "group's first member; make a new policy",
+            state=stage,
+        )
+    raise LocalProtocolError(
+        f"a policy can be entered only once, and this {kind} was entered before; make a new policy", state=stage
+    )
 
 
 def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoReturn:

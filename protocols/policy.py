@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal, NoReturn, Self, TypeAlias, Unp
 import torch
 from torch import nn
 
-from asyncdist import BusyError, DisagreementError, Group, LocalProtocolError, World, validation
+from asyncdist import DisagreementError, Group, LocalProtocolError, World, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
@@ -30,6 +30,7 @@ from asyncdist.protocols.misuse import (
     UnawaitedStep,
     line_of_caller,
     refuse_call,
+    refuse_entry,
     warn_if_unlaunched,
     warn_of_first_weights,
     warn_of_no_step,
@@ -47,6 +48,7 @@ from asyncdist.protocols.starting.without_lost import start_without_lost
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
 from asyncdist.runtime.failing.process_ends import end_forked_child
+from asyncdist.runtime.process import free_ended, note_ended
 from asyncdist.runtime.world import world_to_await
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.tensors.optimizers.recognition import has_stepped
@@ -166,18 +168,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         **Cancellation**: while members are missing, RemoteError is raised on the other members. Once all members have
         joined, this rank starts and leaves the policy before the cancellation is raised.
         """
-        if self._stage == "starting":
-            raise BusyError(
-                f"this {type(self).__name__} is already being started, by another task or by a cancelled start that "
-                "still waits for the group's first member; make a new policy",
-                state=self._stage,
-            )
         if self._stage != "new":
-            raise LocalProtocolError(
-                f"a policy can be entered only once, and this {type(self).__name__} was entered before; make a new "
-                "policy",
-                state=self._stage,
-            )
+            refuse_entry(type(self).__name__, self._stage)
         self._world = world = world_to_await(self._given_world)
         self._services, self._group = world.services, self._given_group or world.group
         check_open(self._group)
@@ -188,6 +180,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._members = self._choose_members()
         self.is_alone = not self._has_other_ranks()
         warn_if_unlaunched(self._world, is_alone=self.is_alone)
+        if not world.is_simulated:  # the simulator decides when garbage is collected
+            free_ended()
         self._prepare()
         if not self.is_alone:
             if not self.keeps_replicas:
@@ -276,6 +270,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if self._call_count:
             self._services.shared(TrainedModels).models.add(self.model)
         self._journal.end(self._services, self.model)
+        if not self._world.is_simulated:
+            note_ended(self, self._flat.nbytes)
         if not self.is_alone:
             await self._stop(error)
         if error is None and self._first_call is not None and self._is_unawaited and not self._call_count:
@@ -335,6 +331,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if self._stage == "new":  # raised here, because some code never awaits the coroutine
             self._refuse()
         self._first_call = line
+        if not self._world.is_simulated:  # a variable may have referred to the earlier policy until this one was open
+            free_ended(is_last=True)
         if self.takes_metric and self._stage == "open" and self._group.index == 0:
             warn_of_opposite_metric(self._metric_mode)
 

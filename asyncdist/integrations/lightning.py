@@ -139,7 +139,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._first_step_count = 0
         self._has_losses = self._has_warned = False
         self._spent: Any = None
-        self._spent_value: float | None = None
+        self._spent_value = ""
         self._last_state: dict[str, Any] = {}
         self._loads_states = True
         self._has_loaded_other = False  # whether this fit resumes from another rank's checkpoint
@@ -364,10 +364,10 @@ class Averaging(Callback, Generic[PolicyT]):
 
         Lightning keeps the last logged tensor, and returns a new tensor with the same memory at each read.
         """
-        return metric is None or (_are_one(metric, self._spent) and float(metric) == self._spent_value)
+        return metric is None or (_are_one(metric, self._spent) and repr(float(metric)) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
-        self._spent, self._spent_value = metric, None if metric is None else float(metric)
+        self._spent, self._spent_value = metric, "" if metric is None else repr(float(metric))  # NaN equals itself
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn, after the first epoch, if the metric is missing."""

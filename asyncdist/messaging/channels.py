@@ -431,11 +431,6 @@ class Channel(Generic[MessageT]):
         self._engine.recheck()
 
     @property
-    def is_full(self) -> bool:
-        """Whether the mailbox has reached its capacity."""
-        return self.inbox.is_full
-
-    @property
     def is_awaited(self) -> bool:
         """Whether a task of the user's program waits for a message."""
         return bool(self.inbox.waiters) and self.overflow == "stall"
@@ -444,11 +439,6 @@ class Channel(Generic[MessageT]):
     def is_ready(self) -> bool:
         """Whether ``receive_nowait`` would return a message or raise."""
         return self.inbox.is_ready
-
-    @property
-    def waiting_count(self) -> int:
-        """Number of messages in the mailbox that no task has received."""
-        return len(self.inbox.mailbox)
 
     @property
     def unread_count(self) -> int:

@@ -112,8 +112,8 @@ class TagDemultiplexer:
             makes the senders wait.
         sent_to: Set to which the receivers of messages are added.
         received_from: Set to which the senders of received messages are added.
-        openers: For each scope whose channel opens at its first use, the function that opens it. It is called if too
-            many frames for unopened channels arrive.
+        openers: For each scope whose channel opens at its first use, the function that opens it. All of them are called
+            if too many frames for unopened channels arrive.
 
     Attributes:
         is_users: Whether the channels belong to the user's program.
@@ -195,12 +195,18 @@ class TagDemultiplexer:
         elif not self.early.is_full or self.is_users:
             self.early.keep(source, frame)
             return self.is_users and self.early.is_full
-        elif route.scope in self._openers:
+        elif unopened := self._unopened():
             self.early.keep(source, frame)
-            self._openers[route.scope]()  # takes the kept frames of the scope
+            for open_channel in unopened:
+                open_channel()  # takes the kept frames of its scope
         else:
             self.drop(source, "too many frames for unopened scopes")
         return False
+
+    def _unopened(self) -> list[Callable[[], object]]:
+        """Return the functions that open the channels that open at their first use and have not been opened yet."""
+        opened = self._channels, self._closed_scopes
+        return [call for scope, call in self._openers.items() if not any(scope in scopes for scopes in opened)]
 
     def _drop_closed(self, route: wire.Route, frame: wire.FrameReader, source: int) -> None:
         self.dropped["closed scope"] += 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -120,7 +121,7 @@ class UserStreams:
         source, message = envelope.source, envelope.message
         grants = self._grants.setdefault(source, deque())
         if isinstance(message, streams.Grant):
-            if len(grants) >= tags.BULK_SLOT_COUNT:
+            if message.nbytes and self._has_grant_per_slot(grants):
                 raise RemoteProtocolError(f"rank {source} granted more streams than it has slots", rank=source)
             grants.append(message)
             if self._refusing:
@@ -144,6 +145,11 @@ class UserStreams:
             self._abort(source, message.slot)
         elif (source, message.slot) in self._under_way:
             self._under_way[source, message.slot].stop()
+
+    def _has_grant_per_slot(self, grants: Collection[streams.Grant]) -> bool:
+        """Return whether the grants occupy all slots. Receives of empty tensors return at once, and occupy none."""
+        most = tags.BULK_SLOT_COUNT
+        return len(grants) >= most and sum(bool(grant.nbytes) for grant in grants) >= most
 
     def refuse_all(self) -> None:
         """Refuse all streams that other ranks request from now on or have requested.

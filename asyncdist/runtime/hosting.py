@@ -27,6 +27,7 @@ from asyncdist.runtime.failing.process_ends import (
     ending_forked_children,
 )
 from asyncdist.runtime.leaving import leave, report_leftovers
+from asyncdist.runtime.process import free_ended
 from asyncdist.runtime.recording import Recording
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
@@ -194,6 +195,8 @@ async def hosted(
         if token is not None:
             with contextlib.suppress(ValueError):  # An async generator may be finalised in another context.
                 _current_world.reset(token)
+        if engine.virtual_clock is None:
+            free_ended(is_last=True)
 
 
 def _successful_exit(

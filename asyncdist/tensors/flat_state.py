@@ -519,11 +519,6 @@ class SnapshotPool:
         """Number of acquired buffers."""
         return len(self._used)
 
-    @property
-    def allocated(self) -> int:
-        """Number of acquired and free buffers."""
-        return len(self._used) + len(self._free)
-
     def acquire(self) -> FlatBuffers:
         """Return buffers with undefined contents, which the caller owns until :meth:`release`."""
         buffers = self._free.pop() if self._free else self._state.new_buffers(accumulate=self._accumulate)

@@ -218,6 +218,7 @@ class Doorbell:
         """Close all pipes, after which this rank wakes no others. The loop must no longer watch :meth:`fileno`."""
         for bell in self._bells:
             bell.mute()
+        self._offered = None  # otherwise, its descriptor would stay open until this object's cycle is collected
         self._finalizer()
 
 

@@ -16,7 +16,7 @@ import math
 import zlib
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,10 @@ from asyncdist.tensors.optimizers.weights import kept_mode
 from asyncdist.tensors.optimizers.wrapped import needs_closure
 
 logger = logging.getLogger("protocols.evolution")
+
+#: Entries of parameter groups that do not change what a step computes.
+_NO_SETTINGS: Final = frozenset(("params", "initial_lr", "foreach", "fused", "capturable", "differentiable"))
+_NUMBERS: Final = (float, tuple, list)
 
 
 @with_options(EvolutionStrategyOptionNames, CommonOptions, EvolutionStrategyOptions)
@@ -227,14 +231,17 @@ class EvolutionStrategyPolicy(ExchangePolicy):
 
 
 def checksum_of_settings(optimizer: torch.optim.Optimizer) -> int:
-    """Return a checksum of the numbers in the optimizer's parameter groups, for example of the learning rate."""
+    """Return a checksum of the numbers in the optimizer's parameter groups, for example of the learning rate.
+
+    The order of the groups does not matter.
+    """
     found = []
     for group in optimizer.param_groups:
-        for name in sorted(group.keys() - {"params", "initial_lr"}):
-            value = group[name].tolist() if isinstance(group[name], Tensor) else group[name]
-            if isinstance(value, bool | int | float | tuple | list):
-                found.append((name, value))
-    return zlib.crc32(repr(found).encode())
+        values = {name: each.tolist() if isinstance(each, Tensor) else each for name, each in group.items()}
+        numbers = {name: each for name, each in values.items() if name not in _NO_SETTINGS}
+        numbers |= {name: float(each) for name, each in numbers.items() if isinstance(each, int | float)}
+        found.append(repr([(name, each) for name, each in sorted(numbers.items()) if isinstance(each, _NUMBERS)]))
+    return zlib.crc32("".join(sorted(found)).encode())
 
 
 @torch.no_grad()

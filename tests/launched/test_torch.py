@@ -25,7 +25,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed import gloo_mesh
 from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.gloo_link import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link
+from asyncdist.transports.torch_distributed.gloo_link import _ANNOUNCE, _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link
 
 MIB = 1 << 20
 VICTIM = 2
@@ -145,10 +145,12 @@ def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
     assert result.stderr.count("ended with 2 requests") == 3
 
 
-def test_closing_leaves_no_thread() -> None:
+def test_closing_leaves_no_thread_and_no_descriptor() -> None:
+    """Regression: the sockets and threads of gloo remained until the next full garbage collection."""
     for found in run_ranks(4, ENDS, "closes").check().reports.values():
-        (took_s,) = found["took"]
-        assert found["alive"] == [] and took_s < LONG_S
+        assert found["alive"] == [] and max(found["took"]) < LONG_S
+        _, *later = found["left"]
+        assert len(later) == 3 and later[1:] == later[:-1], f"descriptors and threads after each world: {later}"
 
 
 @dataclass
@@ -158,6 +160,7 @@ class SlowLink:
     seconds: float
     error: RankLostError | None = None
     has_sent_goodbye: bool = True
+    has_ended: bool = False
 
     def send_goodbye(self) -> None:
         """Do nothing, because no peer receives it."""
@@ -259,3 +262,30 @@ def test_the_groups_of_a_replaced_process_are_freed_at_once() -> None:
         assert freed() is None
     finally:
         gc.enable()
+
+
+class ClosedPeer(DyingPeer):
+    """Also replaces the call with which a group's connections are closed."""
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_the_groups_of_an_ended_world_are_freed_at_once() -> None:
+    """Regression: requests in reference cycles kept gloo's sockets and threads until a full garbage collection."""
+    matcher = Matcher(CallbackQueue())
+    announcement = _ENTRY.pack(_ANNOUNCE, 8, 1, MIB)
+    groups = [ClosedPeer([_FRAME.pack(0, _FRAME.size + len(announcement)) + announcement]), ClosedPeer([])]
+    freed = [weakref.ref(group) for group in groups]
+    mesh = gloo_mesh.Mesh(groups, 0, 2, matcher)
+    del groups
+    gc.disable()
+    try:
+        kept = [mesh.links[1].receive_granted(bytearray(MIB), 7), mesh.links[1].send_granted(memoryview(b"1"), 7)]
+        mesh.close()
+        assert [group() for group in freed] == [None, None]
+    finally:
+        gc.enable()
+    for request in kept:
+        with pytest.raises(RankLostError):
+            request.test()

@@ -144,6 +144,17 @@ def test_no_rank_relies_on_one_that_did_not_join() -> None:
         bell.close()
 
 
+def test_closed_bells_keep_no_descriptor() -> None:
+    """Regression: in each world, the first rank of a host kept its board until a full garbage collection."""
+    before = len(os.listdir("/proc/self/fd"))
+    own = [Doorbell(HOST, 2) for _ in range(2)]
+    for rank, bell in enumerate(own):
+        bell.join(rank, [bell.address for bell in own])
+    for bell in own:
+        bell.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_descriptor_that_is_not_the_pipe_is_refused() -> None:
     own = [Doorbell(HOST, 2) for _ in range(2)]
     wrong = own[1].address._replace(inode=own[0].address.inode)

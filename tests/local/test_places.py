@@ -334,6 +334,7 @@ class Process:
             entry.process,
             self.callbacks,
             running=entry.running,
+            size=where.size,
             late_places=range(where.size - where.empty_count, where.size),
             vacant=entry.vacant,
         )

@@ -78,6 +78,41 @@ async def test_many_grants_may_come_before_the_first_send(monkeypatch: pytest.Mo
     assert [tensor.item() for tensor in tensors] == list(range(20))
 
 
+async def test_early_grants_leave_room_for_a_protocols_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if the grants of streams filled the store of early messages, a protocol's message was dropped."""
+    count = 8
+    monkeypatch.setattr(early_frames, "EARLY_FRAME_COUNT_MAX", count)
+    async with worlds(2) as (sender, receiver), asyncio.timeout(20):
+        sender.services.open_channel(Greeting, tag=tags.PARAM, scope=2, name="first")
+        tensors = [torch.zeros(1) for _ in range(count)]
+        receiving = asyncio.gather(*(receiver.receive_stream(tensor, 0) for tensor in tensors))
+        await yields(50)
+        channel = receiver.services.open_channel(Greeting, tag=tags.PARAM, scope=1, name="other")
+        await channel.send(Greeting(7), 0)
+        await yields(50)
+        opened = sender.services.open_channel(Greeting, tag=tags.PARAM, scope=1, name="other")
+        assert (await opened.receive()).message == Greeting(7)
+        await asyncio.gather(*(sender.send_stream(torch.ones(1), 1) for _ in range(count)))
+        await receiving
+
+
+async def test_empty_tensors_may_be_received_before_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: grants of empty tensors, which occupy no slot, were dropped beyond the number of slots."""
+    monkeypatch.setattr(tags, "BULK_SLOT_COUNT", 4)
+    async with worlds(2) as (sender, receiver), asyncio.timeout(20):
+        await asyncio.gather(receiver.receive_stream(torch.zeros(1), 0), sender.send_stream(torch.ones(1), 1))
+        for _ in range(9):
+            await receiver.receive_stream(torch.empty(0), 0)
+        last = torch.zeros(1)
+        receiving = asyncio.ensure_future(receiver.receive_stream(last, 0))
+        await yields(50)
+        for _ in range(9):
+            await sender.send_stream(torch.empty(0), 1)
+        await sender.send_stream(torch.ones(1), 1)
+        await receiving
+        assert last.item() == 1.0
+
+
 async def test_a_cancelled_receive_after_an_empty_tensor() -> None:
     """Regression: the cancellation removed the empty tensor's grant, and later receives were one tensor late."""
     async with worlds(2) as (sender, receiver), asyncio.timeout(60):

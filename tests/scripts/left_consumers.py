@@ -48,7 +48,7 @@ async def consume(world: ad.World) -> None:
     channels = [world.channel(Blob, tag=tag, capacity=CAPACITY) for tag in (AWAITED, NOT_AWAITED)]
     for channel in channels:
         await channel.receive()
-    while not all(channel.is_full for channel in channels):
+    while not all(channel.inbox.is_full for channel in channels):
         await world.sleep(0.001)
 
 

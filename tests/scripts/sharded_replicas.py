@@ -150,7 +150,7 @@ with ad.blocking.open_world() as world:
         average = at[taken[each["round"]]]
         expected = mixed(each["own"], average)
         each["equal"] = digest(expected) == digest(each.pop("after")) != digest(each.pop("own"))
-    statistics = policy.statistics()
+    statistics, pool = policy.statistics(), policy._inner._resources.snapshots
     shard_nbytes = sum(each.to_local().nbytes for each in model.parameters()) + sum(b.nbytes for b in model.buffers())  # type: ignore[attr-defined]
     report(
         world.rank,
@@ -166,7 +166,7 @@ with ad.blocking.open_world() as world:
             "snapshot_count": statistics.snapshot_count,
             "replacement_count": statistics.replacement_count,
             # in addition to the model
-            "buffers_nbytes": policy._inner._resources.snapshots.allocated * policy._flat.nbytes,
+            "buffers_nbytes": (pool.in_use + len(pool._free)) * policy._flat.nbytes,
         },
     )
     dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ MIB = 1 << 20
 VICTIM = 2
 #: Longer than any test waits: a rank that still runs then was not ended.
 FOR_EVER_S = 300.0
+#: Number of worlds in turn, of which the first may open files that the process keeps.
+WORLD_COUNT = 4
 
 
 def survivors(world: ad.World) -> list[int]:
@@ -211,7 +214,7 @@ async def quiet(world: ad.World) -> int:
 
 
 def closes() -> None:
-    """Return how long the transport takes to close with all threads started, and what is left of it."""
+    """Return how long the transport takes to close with all threads started, and what is left after each world."""
     took: list[float] = []
 
     async def main(world: ad.World) -> int:
@@ -219,6 +222,8 @@ def closes() -> None:
         await asyncio.gather(
             world.services.engine.send(bytearray(MIB), peer, 1),
             world.services.engine.receive(bytearray(MIB), ANY_SOURCE, 1),
+            world.send_stream(torch.zeros(MIB), peer),
+            world.receive_stream(torch.zeros(MIB), (world.rank - 1) % world.size),
         )
         transport = world.services.engine.transport
         close = transport.close
@@ -231,9 +236,13 @@ def closes() -> None:
         transport.close = timed  # type: ignore[method-assign]
         return world.rank
 
-    rank = ad.run(main)
+    gc.disable()
+    left: list[list[int]] = []
+    for _ in range(WORLD_COUNT):
+        rank = ad.run(main)
+        left.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))])
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncdist")]
-    report(rank, {"took": took, "alive": alive})
+    report(rank, {"took": took, "alive": alive, "left": left})
 
 
 def caught() -> None:

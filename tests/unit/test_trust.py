@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -10,9 +11,11 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -198,6 +201,43 @@ def test_connection_to_a_process_without_the_secret_is_closed() -> None:
     assert any("the process at place 1 of 2 does not know the job's secret" in text for text in with_other)
     elsewhere = connect(SealedStore(store, OURS).part("one world"), SealedStore(store, OURS).part("another"))
     assert any(elsewhere), "proofs of another world must not count"
+
+
+class SlowGroup:
+    """Replaces a gloo group whose processes each take 15 s, on a clock of its own, to send their valid proofs."""
+
+    def __init__(self, store: SealedStore) -> None:
+        self.now = 0.0
+        self._store = store
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def send(self, *_: object) -> Any:
+        return SimpleNamespace(wait=lambda timeout: None)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        del tag
+
+        def wait(timeout: timedelta) -> None:
+            assert timeout > timedelta(0), "gloo would wait for its own timeout"
+            self.now += min(15.0, timeout.total_seconds())
+            if timeout < timedelta(seconds=15):
+                raise RuntimeError("timed out")
+            proof = self._store.secret.proof(f"{self._store.prefix}0", peer, 0)
+            tensors[0].copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(("size", "is_in_time"), [(2, True), (3, True), (4, False), (9, False)])
+def test_all_proofs_together_have_one_timeout(size: int, is_in_time: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the timeout began again for each process, so that a start with slow processes took many minutes."""
+    group = SlowGroup(SealedStore(HashStore(), OURS))
+    monkeypatch.setattr(gloo_groups, "time", group, raising=False)
+    with contextlib.nullcontext() if is_in_time else pytest.raises(TransportError, match=f"place 3 of {size} did not"):
+        gloo_groups.prove_connections([group], 0, size, timedelta(seconds=40), group._store)
+    assert group.now <= 40.1
 
 
 # -- living ranks -----------------------------------------------------------------------------------------------------

@@ -29,13 +29,11 @@ class SpanningTree:
         self.level = len(self._above)
         self._arrange()
 
-    def on_lost(self, rank: int) -> bool:
-        """Remove a lost rank from the tree. Return whether this rank's neighbours have changed."""
-        before = self.neighbours
+    def on_lost(self, rank: int) -> None:
+        """Remove a lost rank from the tree."""
         self._lost.add(rank)
-        if rank in before:
+        if rank in self.neighbours:
             self._arrange()
-        return self.neighbours != before
 
     @property
     def neighbours(self) -> tuple[int, ...]:

@@ -228,6 +228,11 @@ def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
+def storages_of(state: Any) -> set[int]:
+    """Return the addresses of the memory of all tensors in an optimizer's ``state_dict``."""
+    return {local_part(each).untyped_storage().data_ptr() for each in _leaves(state, 8)}
+
+
 def _leaves(value: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value

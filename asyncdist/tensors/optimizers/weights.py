@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncdist.tensors.model_tensors import local_part
-from asyncdist.tensors.optimizers.recognition import Copy, follows_unknown, kind_of, stored_tensors
+from asyncdist.tensors.optimizers.recognition import Copy, follows_unknown, kind_of, storages_of, stored_tensors
 from asyncdist.tensors.optimizers.undoing import PROOF, Replaced
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
@@ -144,12 +144,15 @@ class OptimizerWeights:
         """Update the weights inside the optimizer after the ``with`` block has replaced the model's weights.
 
         Args:
-            has_new_state: Whether the optimizer's state was already replaced, and belongs to the new weights. Only the
-                weights are then replaced.
+            has_new_state: Whether the optimizer's ``state_dict`` was already replaced, and belongs to the new weights.
+                Only copies of the weights that it does not contain are then updated.
         """
         self._warn_of_evaluation()
         self._warn_of_another()
-        copies = [] if has_new_state else self._copies()
+        copies = self._copies()
+        if has_new_state:
+            loaded = storages_of(self.optimizer.state_dict())
+            copies = [copy for copy in copies if copy.tensor.untyped_storage().data_ptr() not in loaded]
         before = {
             id(copy.parameter): local_part(copy.parameter).detach().clone() for copy in copies if copy.kind == "origin"
         }

@@ -7,6 +7,7 @@ order of the calls (pytorch#94819, #125079).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -49,6 +50,7 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
     """
     if store.secret.is_missing:
         return
+    deadline = time.monotonic() + timeout.total_seconds()
     peers = [peer for peer in range(size) if peer != rank]
     for number, group in enumerate(groups):
         name = f"{store.prefix}{number}"
@@ -58,7 +60,7 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
         sends = [group.send([tensor], peer, _PROOF_TAG) for tensor, peer in zip(own, peers, strict=True)]
         for peer, receive, tensor in zip(peers, receives, theirs, strict=True):
             try:
-                receive.wait(timeout)
+                receive.wait(_until(deadline))
             except RuntimeError as error:
                 raise TransportError(
                     f"the process at place {peer} of {size} did not prove that it knows the job's secret: "
@@ -70,7 +72,12 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
                     "ASYNCDIST_JOB_SECRET_FILE"
                 )
         for send in sends:
-            send.wait(timeout)
+            send.wait(_until(deadline))
+
+
+def _until(deadline: float) -> timedelta:
+    """Return the time until ``deadline``, but at least 1 ms, because gloo takes 0 for its own timeout."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

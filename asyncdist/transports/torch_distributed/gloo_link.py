@@ -141,7 +141,8 @@ class Link:
     Attributes:
         error: Error that reports the loss of the peer, or None while it is connected.
         has_sent_goodbye: Whether the peer has announced that it closes.
-        is_replaced: Whether a restarted process has replaced the peer, so that late messages of the peer are dropped.
+        drops_messages: Whether late messages of the peer are dropped, because a restarted process has replaced the peer
+            or this rank has closed the connections.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Link:
         self._place = place
         self.error: RankLostError | None = None
         self.has_sent_goodbye = False
-        self.is_replaced = False
+        self.drops_messages = False
         self._control = control
         self._bulk = bulk
         self._matcher = matcher
@@ -288,7 +289,7 @@ class Link:
         self._to_post.put(download)
 
     def _on_frame(self, frame: memoryview) -> None:
-        if self.is_replaced:
+        if self.drops_messages:
             return
         self._acknowledged_count, _ = _FRAME.unpack_from(frame)
         self._received_count += 1
@@ -392,12 +393,19 @@ class Link:
         return not any(thread.is_alive() for thread in self._threads.values())
 
     def release(self) -> None:
-        """Drop the stream transfers of an ended link, which refer to the link.
+        """Drop gloo's groups and all handles of an ended link, which requests in reference cycles may still refer to.
 
-        Otherwise, gloo would keep its ports, connections and threads until the next full garbage collection, and ranks
-        that are often replaced would exhaust the file descriptors of the others.
+        Otherwise, gloo would keep its ports, connections and threads until the next full garbage collection. A process
+        with many worlds, or whose peers are often replaced, would exhaust its file descriptors.
         """
+        self.drops_messages = True
+        for transfers in self._stream_transfers.values():
+            transfers.release()
         self._stream_transfers.clear()
+        self._uploads.clear()
+        self._downloads.clear()
+        self._sent.clear()
+        self._control = self._bulk = None
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
@@ -425,10 +433,10 @@ class Link:
         tensors = [[bytes_tensor(buffer)] for buffer in buffers]
         with self._until_closed("control", "watch"):
             works = deque(self._control.recv(tensor, self._place, _CONTROL_TAG) for tensor in tensors)
-            closed: RuntimeError | None = None
+            closed = ""  # why the connection is closed; the error itself would form a cycle with this frame
             for slot in itertools.cycle(range(_RING_COUNT)):
-                if closed is not None and not works:
-                    raise closed
+                if closed and not works:
+                    raise RuntimeError(closed)
                 works.popleft().wait(FOREVER)
                 buffer = buffers[slot]
                 _, nbytes = _FRAME.unpack_from(buffer)
@@ -438,12 +446,12 @@ class Link:
                     if kind == _ABORT:
                         end_process(self.peer, exit_code)
                 self._callbacks.put(self._on_frame, frame)
-                if slot % _BATCH_COUNT == _BATCH_COUNT - 1 and closed is None:
+                if slot % _BATCH_COUNT == _BATCH_COUNT - 1 and not closed:
                     try:
                         for tensor in tensors[slot + 1 - _BATCH_COUNT : slot + 1]:
                             works.append(self._control.recv(tensor, self._place, _CONTROL_TAG))
                     except RuntimeError as error:  # The peer is lost, but its last frames are still in the ring.
-                        closed = error
+                        closed = str(error) or "closed"
 
     def _run_watch(self) -> None:
         """Wait for a message that is never sent. The wait fails when the bulk connection ends."""

@@ -150,7 +150,7 @@ class Mesh:
         _, (control, bulk) = self._connected.pop(rank)
         earlier = self.links.get(rank)
         if earlier is not None:
-            earlier.is_replaced = True
+            earlier.drops_messages = True
             earlier.stop()
             self._replaced.append((earlier, self._pairs.pop(rank, [])))
         for link, _ in self._replaced:
@@ -186,6 +186,7 @@ class Mesh:
         self._listen_to_returns = None
         if self._connector is not None:
             self._connector.close()
+            self._connector = None
         arrived = threading.Event()
         self._callbacks.set_bell(arrived.set)
         for link in self._live():
@@ -200,11 +201,17 @@ class Mesh:
         sys.setswitchinterval(self._switch_interval_s)
         closed_at = time.monotonic()
         alive = []
-        for link in [*self.links.values(), *(link for link, _ in self._replaced)]:
+        links = [*self.links.values(), *(link for link, _ in self._replaced)]
+        for link in links:
             is_lost = link.error is not None and not link.has_sent_goodbye
             alive += link.join(closed_at + (HOPELESS_JOIN_S if is_lost else join_s))
+            link.drops_messages = True
         if alive:
             logger.warning("threads that wait for gloo did not end: %s", ", ".join(alive))
+        self._callbacks.empty()  # fails the remaining requests
+        for link in links:
+            if link.has_ended:
+                link.release()
         self.links = {}
         self._groups = []
         self._pairs = {}

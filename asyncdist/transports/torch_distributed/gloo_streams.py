@@ -153,6 +153,14 @@ class StreamTransfers:
         self._to_send.put(None)
         self._to_receive.put(None)
 
+    def release(self) -> None:
+        """Drop gloo's group and all handles, after the threads have ended."""
+        for receive in self._receives:
+            receive.transfer.works.clear()
+        self._uploads.clear()
+        self._receives.clear()
+        self._bulk = None
+
     # -- threads ----------------------------------------------------------------------------------------------------
 
     def _run_sends(self) -> None:

@@ -64,6 +64,7 @@ class Transfer:
         with self._posting:
             for work in reversed(self.works):
                 work.wait(FOREVER)
+            self.works.clear()  # each handle keeps the connections of its group open
 
     @property
     def mark(self) -> int:

@@ -90,6 +90,7 @@ class TorchTransport(MatchedTransport):
                 entry.process,
                 callbacks,
                 running=entry.running,
+                size=size,
                 late_places=range(size - rendezvous.empty_count, size),
                 vacant=entry.vacant,
                 is_loopback=rendezvous.is_loopback,

@@ -16,11 +16,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import gloo_groups
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore, text_of
+from asyncdist.transports.torch_distributed.meeting.sealed_store import PAUSE_PER_RANK_S, SealedStore, text_of
 
-#: Seconds between two reads of the store, and seconds added to this interval for each rank.
+#: Seconds between two reads of the store, in addition to ``PAUSE_PER_RANK_S``.
 _PAUSE_S: Final = 0.01
-_PAUSE_PER_RANK_S: Final = 0.0005
 _ALL, _SOME = "all ranks are connected", "not all ranks are connected"
 
 
@@ -54,7 +53,7 @@ def make_gloo_groups(
         if time.monotonic() >= deadline:
             raise TransportError(f"not all of the {size} ranks arrived within {timeout_s:g} s")
 
-    watched = _WatchedStore(store, look, _PAUSE_S + size * _PAUSE_PER_RANK_S)
+    watched = _WatchedStore(store, look, _PAUSE_S + size * PAUSE_PER_RANK_S)
     groups: list[Any] = []
     try:
         connecting = timedelta(seconds=connect_s)

@@ -41,12 +41,12 @@ from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import connecting
 from asyncdist.transports.torch_distributed.meeting.rendezvous import join_world, open_store
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore, text_of
+from asyncdist.transports.torch_distributed.meeting.sealed_store import PAUSE_PER_RANK_S, SealedStore, text_of
 from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
 
-#: Seconds between two reads of the log.
+#: Seconds between two reads of the log, in addition to ``PAUSE_PER_RANK_S``.
 _PERIOD_S: Final = 0.1
 #: Number of reads of the log after which a process writes the name of the running world again, in case it was deleted.
 _LOOKS_PER_RENEWAL: Final = 10
@@ -164,7 +164,7 @@ class WorldEntry:
                 raise TransportError(
                     f"rank {self._rendezvous.rank} waited, but the other ranks did not begin a world in time"
                 )
-            time.sleep(_PERIOD_S)
+            time.sleep(_PERIOD_S + self._rendezvous.size * PAUSE_PER_RANK_S)
 
     def _begin(self) -> str:
         """Begin a world with all other ranks, and return its token. Retry if a rank is killed before all connect."""
@@ -291,7 +291,7 @@ def request_welcome(
         if time.monotonic() >= notice_at:
             notice_at = math.inf
             _log_wait(rendezvous, members)
-        time.sleep(_PERIOD_S / 2)
+        time.sleep(_PERIOD_S / 2 + size * PAUSE_PER_RANK_S)
 
 
 def _read(store: Any, number: int, newest: list[int]) -> int:
@@ -335,6 +335,7 @@ class NewcomerConnector:
 
     Args:
         process: Launcher's name of this process.
+        size: Number of ranks of the world.
         late_places: Ranks that had no process when the world began.
         vacant: Ranks for which no process had started when this process arrived.
         is_loopback: Whether all ranks, including later ones, are on this host.
@@ -350,11 +351,13 @@ class NewcomerConnector:
         callbacks: CallbackQueue,
         *,
         running: str,
+        size: int,
         late_places: Collection[int] = (),
         vacant: frozenset[int] = frozenset(),
         is_loopback: bool = False,
     ) -> None:
         self._is_loopback = is_loopback
+        self._period_s = _PERIOD_S + size * PAUSE_PER_RANK_S
         self._process = process
         self._running = running
         self.incarnation = incarnation
@@ -424,7 +427,7 @@ class NewcomerConnector:
                 except RuntimeError as error:  # Another user may have deleted a value during the read.
                     common.check([_OVER])  # This raises an error if the store has closed.
                     logger.info("rank %d could not read the store, and tries again: %s", self._rank, reason(error))
-                if self._closing.wait(_PERIOD_S) or common.check([_OVER]):
+                if self._closing.wait(self._period_s) or common.check([_OVER]):
                     return
         except RuntimeError as error:
             if not self._closing.is_set():

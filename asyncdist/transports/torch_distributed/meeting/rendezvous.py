@@ -33,14 +33,17 @@ from asyncdist.launchers import detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import serving
-from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore, text_of
+from asyncdist.transports.torch_distributed.meeting.sealed_store import (
+    PAUSE_PER_RANK_S,
+    Refusals,
+    SealedStore,
+    text_of,
+)
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rendezvous")
 
 #: Seconds between two reads of the store. A wait inside the store would ignore signals and log warnings.
 _PAUSE_S: Final = 0.02
-#: Seconds added to ``_PAUSE_S`` for each rank, because the store answers only some ten thousand requests per second.
-_PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
 _UNANSWERED: Final = "unanswered"
@@ -250,7 +253,7 @@ class _Gathering:
         return False
 
     def _until(self, is_done: Callable[[], bool]) -> None:
-        longest_s = _PAUSE_S + self._size * _PAUSE_PER_RANK_S
+        longest_s = _PAUSE_S + self._size * PAUSE_PER_RANK_S
         pause_s, notice_at = 0.001, time.monotonic() + MISSING_NOTICE_S
         while not is_done():
             self._check_alone()

@@ -25,6 +25,9 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.seale
 #: Seconds that ``get`` waits for a value with a valid seal, as torch's store waits for any value.
 _TIMEOUT_S: Final = 60.0
 _PAUSE_S: Final = 0.01
+#: Seconds for each rank that are added to the pause between two reads of the store if all ranks may read it repeatedly,
+#: because it answers only some ten thousand requests per second.
+PAUSE_PER_RANK_S: Final = 0.0005
 #: Seconds between two reports of refused values.
 _REPORT_PERIOD_S: Final = 60.0
 #: Expected value that a read passes to ``compare_set``. It never equals a sealed value, which is longer.
