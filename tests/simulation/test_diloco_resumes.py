@@ -218,6 +218,68 @@ def test_a_state_of_reordered_modules_is_refused(kind: type[Any], options: dict[
         ad.simulate(main, ranks=2, seed=1)
 
 
+async def train_and_save(
+    world: ad.World, folder: Path, options: dict[str, Any], saves: list[tuple[int, int]], slowness: float = 1.0
+) -> tuple[int, ...]:
+    """Continue a training if it was saved, save it at some steps of each rank, and return the completed rounds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    policy = DiLoCoPolicy(model, optimizer, **options)
+    if len(saves) > 1:
+        await ad.load_population(folder, model, optimizer, policy=policy)
+    async with policy:
+        for last in saves:
+            while policy.iteration < last[world.rank]:
+                await policy.step()
+                await world.sleep(0.01 * (slowness if world.rank else 1.0))
+            await ad.save_population(folder, model, optimizer, policy=policy, keep=1)
+        return policy.completed_rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "saved_at"),
+    [
+        ({"average_every": 4}, {"average_every": 6}, 23),
+        ({"average_every": 4, "fragments": 2}, {"average_every": 4, "fragments": 2}, 23),
+        ({"average_every": 4, "overlap_steps": 2}, {"average_every": 6, "overlap_steps": 4}, 23),
+    ],
+    ids=["one fragment", "two fragments", "overlap"],
+)
+def test_late_rounds_resume_with_waiting_steps(
+    before: dict[str, Any], after: dict[str, Any], saved_at: int, tmp_path: Path
+) -> None:
+    """Regression: a rank that had contributed to one round more waited for it, and the other rank never made it."""
+    facts = tmp_path / "saves", {"late": "skip", **before}, [(saved_at, saved_at)], 3.0
+    ad.simulate(train_and_save, *facts, ranks=2, seed=1, strict=True)
+    saves = [(last, last) for last in range(saved_at, saved_at + 14, 3)]
+    first, second = ad.simulate(train_and_save, tmp_path / "saves", after, saves, ranks=2, seed=1, strict=True).results
+    assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("common", "other"),
+    [
+        ({}, {"average_every": 4}),
+        ({"fragments": 2}, {"average_every": 4}),
+        ({"overlap_steps": 2}, {"average_every": 4}),
+        ({}, {"warmup_steps": 47}),
+    ],
+    ids=["one fragment", "two fragments", "overlap", "warm-up"],
+)
+def test_ranks_at_different_steps_resume_another_schedule(
+    common: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    """Regression: each rank counted the rounds that were due by its own step, so one waited for the other's."""
+    options = {"average_every": 10, **common}
+    ad.simulate(train_and_save, tmp_path / "saves", options, [(48, 46)], ranks=2, seed=1, strict=True)
+    facts = tmp_path / "saves", {**options, **other}, [(last, last) for last in (49, 55, 62)]
+    first, second = ad.simulate(train_and_save, *facts, ranks=2, seed=1, strict=True).results
+    assert first == second
+
+
 @pytest.mark.slow
 def test_an_eager_state_is_refused_without_eager(tmp_path: Path) -> None:
     """Regression: the state was loaded without the share of the last mean that the anchor does not contain yet."""
