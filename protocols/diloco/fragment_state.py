@@ -256,8 +256,8 @@ class FragmentState(Fragment):
         if shapes != ([anchor.shape for anchor in own_anchors], [each.shape for each in residuals]):
             raise ValueError(
                 "the state's anchors and residuals must have the shapes of this policy's; use the model, "
-                "outer_optimizer, fragments and error_feedback of the run that saved it, and with error_feedback its "
-                "wire"
+                "outer_optimizer, fragments and error_feedback of the run that saved it, with error_feedback or "
+                "merge='radial' also its wire, and with a lossy wire its merge"
             )
         super().load_state_dict(state)
         self._base = [flat.clone() for flat in state["base"]]
