@@ -193,8 +193,11 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
 
 
 def warn_of_first_weights(marks: Sequence[int]) -> None:
-    """Warn that members begin with different weights if ``marks``, the distinct checksums, has several entries."""
-    if len(marks) > 1:
+    """Warn that members begin with different weights if ``marks``, their distinct checksums, has several entries.
+
+    Negative marks are not checksums: they belong to members that continue a training (:meth:`PendingRounds.mark`).
+    """
+    if len(marks) > 1 and min(marks) >= 0:
         logger.warning(
             "the ranks of a policy begin with different weights, and the mean of such models is usually meaningless: "
             "call torch.manual_seed(seed) with the same seed on all ranks before the model is created, or load the "

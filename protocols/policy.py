@@ -569,7 +569,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         start = self._joint_start
         try:
             with explaining_conflicts(self._world.agreements, start.meeting):
-                mark = self._mark_of_first_weights()
+                mark = self._start_mark()
                 agreed = await start.agree(self._agreed_values(), timeout_s=self._start_timeout_s, mark=mark)
         except DisagreementError as error:
             left_s = start.left_s(self._start_timeout_s)
@@ -579,8 +579,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         values = {name: value for name, value in agreed.values.items() if name != BEGINS_AGAIN}
         return dataclasses.replace(agreed, values=values)
 
-    def _mark_of_first_weights(self) -> int | None:
-        """Return a checksum of the initial weights, or None if they are trained already or not averaged."""
+    def _start_mark(self) -> int | None:
+        """Return a checksum (>= 0) of the initial weights, or None if they are trained already or not averaged."""
         was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
         is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None

@@ -150,12 +150,14 @@ class Captures:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the parameters of the last contribution, and of the encoding errors."""
         return {
+            "names": self._layouts.exact.checksum_of_names(),
             "captured": [flat.clone() for flat in self._captured],
             "residuals": [each.clone() for each in self._encoder.residuals],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`state_dict` of a worker with the same layout and options."""
+        self._layouts.exact.check_names(state)
         copy_all(state["captured"], self._captured)
         copy_all(state["residuals"], self._encoder.residuals)
 

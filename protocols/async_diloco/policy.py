@@ -407,6 +407,9 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
                 self._store.load(state, self._layouts, sources, rank)
             if state["global"] is not None and self._island is not None:
                 self._global_store.begin(state["global"], self._layouts)
+            elif state["base"] is not None and self._island is not None:  # saved without islands
+                self._is_divided_anew = True
+                self._global_store = MemberStore(replace(self._store.newest, applied=()))
             self._progress.load(state)
 
     # -- the anchor in the model ------------------------------------------------------------------------------------

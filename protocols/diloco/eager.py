@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class EagerFragment(FragmentState):
     Args:
         factory, decay, tensors, scratch, mixing: See :class:`FragmentState`.
     """
+
+    _keeps_rest: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -108,11 +110,6 @@ class EagerFragment(FragmentState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`state_dict` of an eager fragment with the same layout and options."""
-        if "rest" not in state:
-            raise ValueError(
-                "the state must have been saved by a policy with eager=True, like this policy, but it "
-                "has no entry 'rest'"
-            )
         super().load_state_dict(state)
         for rest, saved in zip(self._rest, state["rest"], strict=True):
             rest.copy_(saved)

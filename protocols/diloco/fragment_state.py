@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class FragmentState(Fragment):
         keeps_base: Whether the anchor may move before a late rank has captured its contribution. The difference is then
             measured from the *base*, a copy of the anchor from which the rank has trained.
     """
+
+    _keeps_rest: ClassVar[bool] = False  # whether the anchor lacks a part of the last mean, as with eager outer steps
 
     def __init__(
         self,
@@ -212,6 +214,7 @@ class FragmentState(Fragment):
         outer = self._outer
         return {
             **super().state_dict(),
+            "names": self.layout.checksum_of_names(),
             "captured": [flat.clone() for flat in self._captured],
             "base": [flat.clone() for flat in self._base],
             "is_in_flight": self._is_in_flight,
@@ -242,14 +245,19 @@ class FragmentState(Fragment):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`state_dict` of a fragment with the same layout and options."""
+        self.layout.check_names(state)
+        if ("rest" in state) != self._keeps_rest:
+            raise ValueError(
+                f"eager must be {not self._keeps_rest}, as in the run that saved the state, got {self._keeps_rest}"
+            )
         anchors, residuals = list(state["anchors"]), self._encoder.residuals
         own_anchors = self.anchors
         shapes = [anchor.shape for anchor in anchors], [each.shape for each in state["residuals"]]
         if shapes != ([anchor.shape for anchor in own_anchors], [each.shape for each in residuals]):
             raise ValueError(
                 "the state's anchors and residuals must have the shapes of this policy's; use the model, "
-                "outer_optimizer, fragments and error_feedback of the run that saved it, and with error_feedback its "
-                "wire"
+                "outer_optimizer, fragments and error_feedback of the run that saved it, with error_feedback or "
+                "merge='radial' also its wire, and with a lossy wire its merge"
             )
         super().load_state_dict(state)
         self._base = [flat.clone() for flat in state["base"]]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import validation
+from asyncdist.tensors.compiled_names import plain_name
 from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.optimizers.weights import STATE_PREFIX
 
@@ -109,8 +110,12 @@ def _listed_place(entry: Entry, lists: Sequence[Sequence[str]]) -> int:
 
 
 def _is_within(name: str, prefix: str) -> bool:
-    """Return whether ``prefix`` names a tensor or its module. "h.1" does not contain "h.10.bias"."""
-    return name == prefix or name.startswith(f"{prefix}.")
+    """Return whether ``prefix`` names a tensor or its module. "h.1" does not contain "h.10.bias".
+
+    Names of compiled modules may lack the wrapper of `torch.compile`.
+    """
+    both = (name, prefix), (plain_name(name), plain_name(prefix))
+    return any(own == given or own.startswith(f"{given}.") for own, given in both)
 
 
 def warn_of_iterates(entries: Sequence[Entry], options: str) -> None:

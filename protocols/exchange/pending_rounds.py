@@ -1,16 +1,20 @@
 """Tracks on one member which parts of the model (fragments) are due for averaging, and when their means are applied.
 
 A fragment is *due* from the step that the schedule names until it is contributed. It is then *in flight* until its mean
-is applied. Members that have made the same number of steps have the same state, except with ``skips_late``. This module
-does not wait, send messages or read a clock.
+is applied. Members that have made the same number of steps have the same state, except with ``skips_late``. If a saved
+training is resumed with other options, :meth:`PendingRounds.catch_up` restores this. This module does not wait, send
+messages or read a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from asyncdist.protocols.exchange.schedule import Schedule
+
+_LEAD_MIN: Final = -(1 << 30)  # makes all numbers of PendingRounds.mark negative
 
 
 class PendingRound(NamedTuple):
@@ -51,9 +55,12 @@ class PendingRounds:
         self.in_flight: dict[int, PendingRound] = {}
         self._captured = [0] * schedule.fragment_count  # by fragment: number of contributions
         self._uncontributed: list[int] = []  # due fragments, in the order in which they will be contributed
+        self._catches_up = False  # until the first step, if the members resume with different rounds
+        self._overdue_count = 0  # number of the due fragments whose means are applied in the step of the contribution
 
     def note_step(self, step: int) -> None:
         """Record that the model fragments scheduled for ``step`` must be contributed."""
+        self._catches_up = False
         for fragment in self._schedule.due(step):
             if self._is_in_turn(fragment) and not (self.skips_late and fragment in self._uncontributed):
                 self._uncontributed.append(fragment)
@@ -82,7 +89,8 @@ class PendingRounds:
         fragment, number = self.next()
         del self._uncontributed[0]
         self._captured[fragment] += 1
-        applied_at = step if waits else self._schedule.applied_at(step)
+        is_immediate, self._overdue_count = waits or self._overdue_count > 0, max(0, self._overdue_count - 1)
+        applied_at = step if is_immediate else self._schedule.applied_at(step)
         self.in_flight[fragment] = PendingRound(number, step, applied_at, base_version, waits)
         return fragment, number
 
@@ -115,6 +123,62 @@ class PendingRounds:
             return fragment not in self._uncontributed
         counts = [count + self._uncontributed.count(each) for each, count in enumerate(self._captured)]
         return fragment == counts.index(min(counts))
+
+    # -- ranks that resume with different rounds ----------------------------------------------------------------------
+
+    def mark(self, step: int) -> int:
+        """Return a negative number that is equal on members that will be due for the same rounds in the same steps.
+
+        The numbers of a training that was saved differ if the ranks saved it in different rounds, as with
+        ``late="skip"``, or in different steps and resume it with another schedule.
+
+        Args:
+            step: Next step of this member.
+        """
+        leads = self._leads(step)
+        late = [(each, pending.applied_at) for each, pending in self.in_flight.items() if not self._is_on_time(pending)]
+        checksum = zlib.crc32(repr((self._captured, self._uncontributed, leads, sorted(late))).encode())
+        return -((max(leads) - _LEAD_MIN) << 32 | checksum)
+
+    def catch_up(self, step: int, marks: Sequence[int]) -> None:
+        """Make this member due for the same rounds in the same steps as all other members, if it is not yet.
+
+        In its next step, each member then contributes to all rounds up to the newest one, and applies their means. No
+        member waits for a round to which another member would contribute much later or never.
+
+        Args:
+            marks: Different numbers that the members' :meth:`mark` has returned, including the smallest.
+        """
+        if len(marks) < 2 or min(marks) >= 0:  # numbers from 0 are checksums of the first weights
+            return
+        lead, leads = (-min(marks) >> 32) + _LEAD_MIN, self._leads(step)
+        count = len(leads)
+        missing = [
+            (self._captured[fragment] + number) * count + fragment
+            for fragment, own in enumerate(leads)
+            for number in range(self._uncontributed.count(fragment) + lead - own)
+        ]
+        self._uncontributed = [number % count for number in sorted(missing)]
+        self._catches_up, self._overdue_count = True, len(missing)
+        for fragment, pending in self.in_flight.items():
+            self.in_flight[fragment] = pending._replace(applied_at=min(step, pending.applied_at))
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether members that have made the same number of steps may have contributed to different rounds."""
+        return self.skips_late or self._catches_up
+
+    def _leads(self, step: int) -> list[int]:
+        """Return, by fragment, the number of contributions made or due, minus those that were due before ``step``."""
+        return [
+            count + self._uncontributed.count(fragment) - self._schedule.due_count(fragment, step)
+            for fragment, count in enumerate(self._captured)
+        ]
+
+    def _is_on_time(self, pending: PendingRound) -> bool:
+        fragment = (pending.number - 1) % len(self._captured)
+        is_due = fragment in self._schedule.due(pending.captured_at)
+        return is_due and pending.applied_at == self._schedule.applied_at(pending.captured_at)
 
     @property
     def captured(self) -> tuple[int, ...]:

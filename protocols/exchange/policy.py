@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import logging
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -49,8 +48,6 @@ from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.codecs import Codec
 from asyncdist.tensors.infinities import KnownInfinities, describe_nonfinite
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
-
-logger = logging.getLogger("protocols.exchange.policy")
 
 
 class ExchangePolicy(ReplicatedPolicy):
@@ -94,8 +91,7 @@ class ExchangePolicy(ReplicatedPolicy):
             model, optimizer, replica_size=replica_size, average_every=every, resets_optimizer=resets, **options
         )
         self._shared = shared
-        schedule = replace(schedule, every=self.average_every)  # self.average_every is the validated int
-        self._pending_rounds = PendingRounds(schedule, skips_late=skips_late)
+        self._pending_rounds = PendingRounds(replace(schedule, every=self.average_every), skips_late=skips_late)
         self._fragment_count = schedule.fragment_count
         self._numbers_per_round = 1  # exchange rounds per fragment round; see _exchanged()
         self._fragments: list[Fragment] = []
@@ -232,12 +228,17 @@ class ExchangePolicy(ReplicatedPolicy):
         return {} if self._may_be_late() else {FIRST_WEIGHTS: f"{checksum_of_anchors(self._fragments):08x}"}
 
     async def _agree(self) -> Agreed:
-        if not self.keeps_replicas:
-            return await super()._agree()
-        check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
+        if self.keeps_replicas:
+            check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
         agreed = await super()._agree()
-        await self._start_replica()
+        self._pending_rounds.catch_up(self.iteration, agreed.marks)
+        if self.keeps_replicas:
+            await self._start_replica()
         return agreed
+
+    def _start_mark(self) -> int | None:
+        waits_for_all = self._quorum is None and not self._pending_rounds.skips_late
+        return self._pending_rounds.mark(self.iteration) if waits_for_all and self.iteration else super()._start_mark()
 
     async def _start_replica(self) -> None:
         """Create the group of this rank's replica, and compare its model with the other replicas' models."""
@@ -333,7 +334,7 @@ class ExchangePolicy(ReplicatedPolicy):
             return
         pending_rounds, count, self._unfinished = self._pending_rounds, self._fragment_count, set()
         captured = pending_rounds.captured
-        if pending_rounds.skips_late and self._exchange is not None:
+        if pending_rounds.may_differ and self._exchange is not None:
             numbers = [self._number_in_exchange(pending.number) for pending in pending_rounds.in_flight.values()]
             captured = await self._exchange.settle(numbers, captured)
         for fragment, pending in list(pending_rounds.in_flight.items()):
@@ -453,8 +454,7 @@ class ExchangePolicy(ReplicatedPolicy):
         unsound = self._known_infinities.unsound_entry_of_model(own.measured_entries)
         norm = math.nan if unsound is not None else own.capture(tensors, encoded)  # may raise for lack of memory
         self._pending_rounds.begin(step, own.applied_version, waits=is_behind)
-        weight = self._take_weight(fragment)
-        is_finite = math.isfinite(norm)
+        weight, is_finite = self._take_weight(fragment), math.isfinite(norm)
         self._found_finite_at = step if is_finite else -1
         (self._unsound_captures.discard if is_finite else self._unsound_captures.add)(fragment)
         if self._recovered_at == step:  # the weights are the anchor's, and a difference of 0 would weaken the mean

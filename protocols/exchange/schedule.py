@@ -27,6 +27,12 @@ class Schedule:
         place, count = (step + 1 - self.warmup_steps) % self.every, self.fragment_count
         return tuple(number for number in range(count) if (number + 1) * self.every // count % self.every == place)
 
+    def due_count(self, fragment: int, step: int) -> int:
+        """Return the number of steps before ``step`` in which a model fragment is due."""
+        place = 0 if self.fragment_count == 1 else (fragment + 1) * self.every // self.fragment_count % self.every
+        regular_count = max(0, step - self.warmup_steps)
+        return min(step, self.warmup_steps) + (regular_count + (self.every - place) % self.every) // self.every
+
     def applied_at(self, step: int) -> int:
         """Return the step in which the mean of a contribution that is made in ``step`` is applied."""
         return step if step < self.warmup_steps else step + self.overlap_steps

@@ -56,10 +56,12 @@ class CenterFragment(RuleFragment):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the fragment's state, including the center."""
-        return {**super().state_dict(), "center": [each.clone() for each in self.anchors]}
+        names = self.layout.checksum_of_names()
+        return {**super().state_dict(), "names": names, "center": [each.clone() for each in self.anchors]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`state_dict`, including the center."""
+        self.layout.check_names(state)
         super().load_state_dict(state)
         self._load_center(state)
 

@@ -116,6 +116,7 @@ class GossipFragment(RuleFragment):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, without a mean that is not applied yet."""
         kept = {
+            "names": self.layout.checksum_of_names(),
             "anchors": {place: each.clone() for place, each in self._anchors.items()},
             "momenta": {place: each.clone() for place, each in self._momenta.items()},
         }
@@ -131,6 +132,7 @@ class GossipFragment(RuleFragment):
         Raises:
             ValueError: The state belongs to a policy with another outer step, or to push-sum.
         """
+        self.layout.check_names(state)
         super().load_state_dict(state)
         if state["nesterov"] != self._is_nesterov:  # with Nesterov, the saved momenta are contributions
             raise ValueError(

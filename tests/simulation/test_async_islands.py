@@ -290,3 +290,33 @@ def test_leaving_ranks_do_not_wait_forever_for_an_election(monkeypatch: pytest.M
             await advance(policy, model, optimizer, range(1), world.rank)  # without a contribution
 
     assert ad.simulate(main, ranks=4, seed=1).virtual_time_s < 10.0
+
+
+def test_a_state_without_islands_is_the_first_global_anchor(tmp_path: Path) -> None:
+    """Regression: the global anchor began with each rank's weights, so that islands merged changes that none made."""
+    outer = functools.partial(torch.optim.SGD, lr=0.5)
+    islands: dict[str, Any] = {
+        "islands": 1,
+        "global_every": 1,
+        "global_optimizer": functools.partial(torch.optim.SGD, lr=1.0),
+    }
+
+    async def main(world: ad.World, options: dict[str, Any]) -> float:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        policy = AsyncDiLoCoPolicy(model, optimizer, average_every=4, outer_optimizer=outer, **options)
+        if options:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            for _ in range(40 if options else 22):
+                with torch.no_grad():
+                    model.weight.add_(0.0 if options else 0.01)
+                await policy.step()
+            if not options:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        return model.weight.item()
+
+    ad.simulate(main, {}, ranks=2, seed=1)
+    for weight in ad.simulate(main, islands, ranks=2, seed=1).results:
+        assert weight == pytest.approx(0.22, abs=1e-6)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.facts import naming
 from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Compute
-from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy
+from protocols import AsyncDiLoCoPolicy, DiLoCoPolicy, GossipPolicy, PopulationAveragingPolicy
 
 #: Steps of rank 2 take eight times as long, so that fast ranks reach a save while it is inside a step.
 UNEQUAL = Compute(step_s=0.01, factors={1: 1.3, 2: 8.0})
@@ -151,3 +152,137 @@ def test_other_options_may_differ_after_a_resume(before: dict[str, Any], after: 
     for found in run(tmp_path / "saves", DiLoCoPolicy, {**common, **after}, 60, save_every=99):
         assert min(found["rounds"].values()) >= 6 and abs(found["rounds"][0] - found["rounds"][1]) < 4
         assert torch.tensor(found["weights"][0]).isfinite().all()
+
+
+HALVES = [["0", "1"], ["2", "3"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({}, 8), ({"outer_optimizer": None, "overlap_steps": 2}, 9), ({"eager": True}, 9)],
+    ids=["anchors", "weights in flight", "eager"],
+)
+def test_a_state_of_another_fragment_pattern_is_refused(options: dict[str, Any], last: int, tmp_path: Path) -> None:
+    """Regression: fragments of equal sizes were loaded, and wrote the values of their layers into other layers."""
+    options = {"average_every": 4, "fragments": 2, **options}
+    run(tmp_path / "saves", DiLoCoPolicy, options, last)
+    with pytest.raises(ValueError, match="fragment_pattern"):
+        run(tmp_path / "saves", DiLoCoPolicy, {**options, "fragment_pattern": HALVES}, 20)
+    run(tmp_path / "saves", DiLoCoPolicy, {**options, "fragment_pattern": [["0", "2"], ["1", "3"]]}, 20)
+
+
+@pytest.mark.parametrize("is_reordered", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (DiLoCoPolicy, {}),
+        (AsyncDiLoCoPolicy, {}),
+        (PopulationAveragingPolicy, {"center": True}),
+        (GossipPolicy, {"outer_lr": 0.5}),
+    ],
+    ids=["diloco", "async", "center", "gossip"],
+)
+def test_a_state_of_reordered_modules_is_refused(kind: type[Any], options: dict[str, Any], is_reordered: bool) -> None:
+    """Regression: the flat tensors of a state were written into other modules of the same sizes.
+
+    States of former versions contain no names, and are loaded.
+    """
+
+    def made(*names: str) -> Any:
+        model = nn.Module()
+        for name in names:
+            model.add_module(name, nn.Linear(2, 2))
+        model.load_state_dict({name: torch.full_like(each, len(name)) for name, each in model.state_dict().items()})
+        return kind(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2, **options)
+
+    def without_names(state: Any) -> Any:
+        if isinstance(state, dict):
+            return {name: without_names(each) for name, each in state.items() if name != "names"}
+        return [without_names(each) for each in state] if isinstance(state, list) else state
+
+    async def main(world: ad.World) -> None:
+        async with made("first", "second") as policy:
+            await policy.step()
+            await policy.settle()
+            state = policy.state_dict()
+        policy = made("second", "first")
+        policy.load_state_dict(state if is_reordered else without_names(state))
+        async with policy:
+            pass
+
+    if is_reordered:
+        with pytest.raises(ValueError, match="order"):
+            ad.simulate(main, ranks=2, seed=1)
+    else:
+        ad.simulate(main, ranks=2, seed=1)
+
+
+async def train_and_save(
+    world: ad.World, folder: Path, options: dict[str, Any], saves: list[tuple[int, int]], slowness: float = 1.0
+) -> tuple[int, ...]:
+    """Continue a training if it was saved, save it at some steps of each rank, and return the completed rounds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    policy = DiLoCoPolicy(model, optimizer, **options)
+    if len(saves) > 1:
+        await ad.load_population(folder, model, optimizer, policy=policy)
+    async with policy:
+        for last in saves:
+            while policy.iteration < last[world.rank]:
+                await policy.step()
+                await world.sleep(0.01 * (slowness if world.rank else 1.0))
+            await ad.save_population(folder, model, optimizer, policy=policy, keep=1)
+        return policy.completed_rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "saved_at"),
+    [
+        ({"average_every": 4}, {"average_every": 6}, 23),
+        ({"average_every": 4, "fragments": 2}, {"average_every": 4, "fragments": 2}, 23),
+        ({"average_every": 4, "overlap_steps": 2}, {"average_every": 6, "overlap_steps": 4}, 23),
+    ],
+    ids=["one fragment", "two fragments", "overlap"],
+)
+def test_late_rounds_resume_with_waiting_steps(
+    before: dict[str, Any], after: dict[str, Any], saved_at: int, tmp_path: Path
+) -> None:
+    """Regression: a rank that had contributed to one round more waited for it, and the other rank never made it."""
+    facts = tmp_path / "saves", {"late": "skip", **before}, [(saved_at, saved_at)], 3.0
+    ad.simulate(train_and_save, *facts, ranks=2, seed=1, strict=True)
+    saves = [(last, last) for last in range(saved_at, saved_at + 14, 3)]
+    first, second = ad.simulate(train_and_save, tmp_path / "saves", after, saves, ranks=2, seed=1, strict=True).results
+    assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("common", "other"),
+    [
+        ({}, {"average_every": 4}),
+        ({"fragments": 2}, {"average_every": 4}),
+        ({"overlap_steps": 2}, {"average_every": 4}),
+        ({}, {"warmup_steps": 47}),
+    ],
+    ids=["one fragment", "two fragments", "overlap", "warm-up"],
+)
+def test_ranks_at_different_steps_resume_another_schedule(
+    common: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    """Regression: each rank counted the rounds that were due by its own step, so one waited for the other's."""
+    options = {"average_every": 10, **common}
+    ad.simulate(train_and_save, tmp_path / "saves", options, [(48, 46)], ranks=2, seed=1, strict=True)
+    facts = tmp_path / "saves", {**options, **other}, [(last, last) for last in (49, 55, 62)]
+    first, second = ad.simulate(train_and_save, *facts, ranks=2, seed=1, strict=True).results
+    assert first == second
+
+
+@pytest.mark.slow
+def test_an_eager_state_is_refused_without_eager(tmp_path: Path) -> None:
+    """Regression: the state was loaded without the share of the last mean that the anchor does not contain yet."""
+    run(tmp_path / "saves", DiLoCoPolicy, {"average_every": 4, "eager": True}, 9)
+    with pytest.raises(ValueError, match=naming("eager", False, True)):
+        run(tmp_path / "saves", DiLoCoPolicy, {"average_every": 4}, 20)

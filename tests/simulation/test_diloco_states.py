@@ -108,6 +108,23 @@ def test_a_state_of_other_options_is_refused() -> None:
     ad.simulate(main, ranks=2, strict=True)
 
 
+def test_a_state_of_radial_means_needs_its_wire_and_merge() -> None:
+    """Regression: the error named neither option, although one of them was the cause."""
+
+    async def main(world: ad.World) -> None:
+        options: dict[str, Any] = {"average_every": 4, "merge": "radial", "wire": "int8"}
+        async with DiLoCoPolicy(*made(), **options) as policy:
+            state = policy.state_dict()
+        for other in ({"merge": "mean"}, {"wire": "bfloat16"}):
+            again = DiLoCoPolicy(*made(), **{**options, **other})
+            again.load_state_dict(state)
+            with pytest.raises(ValueError, match=naming("wire", "merge")):
+                async with again:
+                    pass
+
+    ad.simulate(main, ranks=1)
+
+
 # -- ranks that differ ------------------------------------------------------------------------------------------------
 
 

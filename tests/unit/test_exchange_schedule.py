@@ -26,6 +26,8 @@ def test_fragments_are_due_in_turn_at_equal_distances(every: int, count: int, ov
     assert len(due) == (warmup + 4) * count
     for fragment in range(count):
         steps = [step for step, each in due if each == fragment and step >= warmup]
+        for end in range(warmup + 4 * every):
+            assert schedule.due_count(fragment, end) == sum(each == fragment and step < end for step, each in due)
         assert [later - earlier for earlier, later in itertools.pairwise(steps)] == [every] * 3
         assert steps[0] - warmup < every
     after = [step for step, _ in due if step >= warmup]

@@ -158,6 +158,13 @@ def test_averaged_optimizer_states_follow_their_parameters() -> None:
         assert fragments_of(entries, 2, pattern) == ((0, 2), (1, 3))
 
 
+def test_a_pattern_names_the_modules_of_a_compiled_model() -> None:
+    """Regression: the lists had to name the wrapper of torch.compile, if the whole model was compiled."""
+    entries = [entry(name) for name in ("_orig_mod.0.w", "_orig_mod.1._orig_mod.w", f"{STATE_PREFIX}_orig_mod.0.w")]
+    assert fragments_of(entries, 2, [["0"], ["1.w"]]) == ((0, 2), (1,))
+    assert fragments_of(entries, 2, [["_orig_mod.0"], ["_orig_mod.1"]]) == ((0, 2), (1,))
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 MODEL = (entry("embed.weight", "head.weight"), entry("h.0.w"), entry("h.0.b"), entry("h.1.w"))

@@ -82,3 +82,44 @@ def test_all_fragments_are_captured_in_a_warm_up_that_skips() -> None:
         Schedule(every=4, fragment_count=3, overlap_steps=0, warmup_steps=2), skips_late=True
     )
     assert captured(pending_rounds, 0) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_members_with_different_rounds_catch_up_in_one_step() -> None:
+    """One member has contributed to a round more, and the other one is two steps behind and uses the same schedule."""
+    schedule = Schedule(every=4, fragment_count=2, overlap_steps=2, warmup_steps=0)
+    ahead, behind = PendingRounds(schedule), PendingRounds(schedule)
+    ahead.load({"captured": [4, 3], "owed": []})
+    ahead.in_flight[0] = PendingRound(7, 14, 16)  # captured late, since step 14 is not due
+    behind.load({"captured": [3, 3], "owed": []})
+    behind.in_flight[1] = PendingRound(6, 11, 13)
+    marks = sorted((ahead.mark(15), behind.mark(13)))
+    assert marks[0] < marks[1] < 0
+    ahead.catch_up(15, marks)
+    behind.catch_up(13, marks)
+    assert [number for _, (number, *_) in ahead.due_means(15)] == [7]
+    assert [number for _, (number, *_) in behind.due_means(13)] == [6]
+    ahead.end(0)
+    behind.end(1)
+    found: dict[int, list[int]] = {}
+    for rounds, first in ((ahead, 15), (behind, 13)):
+        for step in range(first, 24):
+            rounds.note_step(step)
+            for fragment, _ in rounds.due_means(step):
+                rounds.end(fragment)
+            while rounds.can_begin():
+                fragment, number = rounds.begin(step)
+                found.setdefault(number, []).append(step)
+                if rounds.in_flight[fragment].applied_at == step:
+                    rounds.end(fragment)
+    assert ahead.captured == behind.captured
+    assert [found[number] for number in sorted(found)][-4:] == [[17, 17], [19, 19], [21, 21], [23, 23]]
+
+
+def test_members_with_equal_rounds_have_equal_marks() -> None:
+    schedule = Schedule(every=4, fragment_count=1, overlap_steps=3, warmup_steps=0)
+    one, two = PendingRounds(schedule), PendingRounds(schedule)
+    one.load({"captured": [2], "owed": []})
+    two.load({"captured": [2], "owed": []})
+    two.in_flight[0] = PendingRound(2, 7, 10)
+    assert one.mark(11) == two.mark(9), "a round in flight as scheduled does not make a difference"
+    assert one.mark(12) != one.mark(11)

@@ -16,16 +16,18 @@ averaged on different ranks. The means have a separate codec if the contribution
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from asyncdist.tensors.byte_views import new_memory
 from asyncdist.tensors.codecs import Codec, codec_of_means, find_codec
+from asyncdist.tensors.compiled_names import plain_name
 from asyncdist.tensors.flat_state import Entry, accumulate_dtype
 from asyncdist.tensors.means import mean_into, weighted_mean_into
 
@@ -259,6 +261,26 @@ class WireLayout:
         self.nbytes = sum(vector.sent.nbytes(0, vector.count) for vector in self.vectors)
         self.mean_nbytes = sum(vector.mean.nbytes(0, vector.count) for vector in self.vectors)
         self.unencoded_nbytes = sum(vector.count * vector.dtype.itemsize for vector in self.vectors)
+
+    def checksum_of_names(self) -> int:
+        """Return a checksum of the entries' names, in the order in which the vectors contain their values.
+
+        The names are those without the wrappers of `torch.compile`, and without the ranks of a sharded replica.
+        """
+        names = [self._source[0][index].names[0] for vector in self.vectors for index, *_ in vector.places]
+        return zlib.crc32("\n".join(plain_name(name.rpartition(": ")[2]) for name in names).encode())
+
+    def check_names(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if the flat tensors of ``state`` belong to other entries, or to entries in another order.
+
+        States of former versions have no checksum of the names (``"names"``), and are not checked.
+        """
+        own = self.checksum_of_names()
+        if state.get("names", own) != own:
+            raise ValueError(
+                "the state must be of tensors with the same names in the same order as in this policy; use the model "
+                "and, with fragments, the fragment_pattern of the run that saved it"
+            )
 
     def exact(self) -> WireLayout:
         """Return a layout of the same entries without a codec."""
