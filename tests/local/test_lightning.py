@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -315,7 +316,8 @@ def fitted_alone(module: Any, callback: Any, data: Any) -> None:
     ad.run_local(ad.blocking.hosted(fit), ranks=1)
 
 
-def test_a_metric_that_is_logged_now_and_then_is_reported_once() -> None:
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_a_metric_that_is_logged_now_and_then_is_reported_once(value: float) -> None:
     """Regression: Lightning returns a new tensor at each read, so an old value was reported in each due step."""
     pl = pytest.importorskip("lightning.pytorch")
     from asyncdist.integrations.lightning import SelectiveAveraging
@@ -325,7 +327,7 @@ def test_a_metric_that_is_logged_now_and_then_is_reported_once() -> None:
 
     def train_and_log(batch: Any, batch_idx: int) -> Any:
         if batch_idx in (2, 5, 6):
-            module.log("score", 1.0)  # the same value three times
+            module.log("score", value)  # the same value three times
         return train(batch, batch_idx)
 
     class Look(pl.Callback):  # type: ignore[misc, name-defined]

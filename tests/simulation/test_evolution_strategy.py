@@ -21,6 +21,7 @@ from asyncdist.simulation import Fault, Kill, Restart, SlowRank, Stall, simulate
 from protocols import EvolutionStrategyPolicy, StepInfo
 from protocols.evolution.options import EvolutionStrategyOptions
 from protocols.evolution.perturbations import coefficients
+from protocols.evolution.policy import checksum_of_settings
 from protocols.simple.rule import drawn
 from simulation.training_runs import draw_network
 
@@ -189,6 +190,19 @@ def test_a_scheduler_that_begins_again_is_reported(kind: str, caplog: pytest.Log
     told = [each.getMessage() for each in caplog.records if "settings of this rank's optimizer" in each.getMessage()]
     assert len(told) == (kind == "none")
     assert kind != "none" or ("(learning rate 0.1" in told[0] and "of rank 0" in told[0])
+
+
+def test_settings_are_compared_by_what_a_step_computes() -> None:
+    """The order of the groups, the types of numbers, and how a step is computed do not matter."""
+    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+
+    def made_of(*groups: dict[str, Any], **options: Any) -> int:
+        return checksum_of_settings(torch.optim.SGD(list(groups), **options))
+
+    first = made_of({"params": [one], "lr": 0.1}, {"params": [two], "lr": 1}, foreach=True)
+    assert first == made_of({"params": [two], "lr": torch.tensor(1.0)}, {"params": [one], "lr": np.float64(0.1)})
+    assert first != made_of({"params": [two], "lr": 1.0}, {"params": [one], "lr": 0.2})
+    assert first != made_of({"params": [two], "lr": 1.0}, {"params": [one], "lr": 0.1}, nesterov=True, momentum=0.5)
 
 
 def test_a_saved_run_continues_to_the_bit(tmp_path: Path) -> None:

@@ -404,3 +404,32 @@ def test_z_that_loses_progress_is_reported(
     texts = [record.getMessage() for record in caplog.records if record.name == "protocols.diloco"]
     assert len(texts) == (2 if warns and kind != "sgd" else 0)
     assert all(names(text, "schedule-free", "z") for text in texts)
+
+
+@pytest.mark.parametrize("make", [local_sgd, selective])
+def test_a_copy_outside_the_state_follows_a_restarted_rank(make: Callable[..., Any]) -> None:
+    """Regression: a flat master that no ``state_dict`` has kept the first weights, and the next step restored them."""
+    kept: list[bool] = []
+
+    async def main(world: ad.World) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = FlatMaster(model.parameters(), lr=0.01)
+        draw = torch.Generator().manual_seed(world.rank)
+        async with make(model, optimizer) as policy:
+            if world.incarnation:
+                received = model.weight.detach().clone()
+                optimizer.step()  # without gradients
+                kept.append(torch.allclose(model.weight, received))
+            while policy.iteration < 100:
+                inputs = torch.randn(8, 4, generator=draw)
+                loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                await policy.step(-loss)
+                await world.sleep(0.001)
+
+    faults = [Kill(2, at_s=0.05), Restart(2, at_s=0.051)]
+    ad.simulate(main, ranks=3, seed=0, faults=faults, network=Network(loss_detection_s=1e-4), until_s=1e4)
+    assert kept == [True]
