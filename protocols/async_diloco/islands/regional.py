@@ -164,7 +164,7 @@ class Regional:
         else:
             block = reference
         version = held.version + 1
-        measured_from = add_errors(self._layouts, reference, state["errors"])
+        measured_from = add_errors(self._layouts, reference, state.get("errors", ()))
         found = HeldAnchor(version - (held.version - applied), (), measured_from)
         return self._restarted(HeldAnchor(version, held.applied, block, merged=applied), found)
 
