@@ -197,11 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from asyncdist.launchers import launcher_signals
 
     with launcher_signals.heeding_children():
-        if options.command == "run" and options.live:
-            from asyncdist.launch import live_table  # imported only here, because it loads msgspec
-
-            sys.exit(live_table.run([*(word for word in own if word != "--live"), *rest]))
         try:
+            if options.command == "run" and options.live:
+                from asyncdist.launch import live_table  # imported only here, because it loads msgspec
+
+                sys.exit(live_table.run([*(word for word in own if word != "--live"), *rest]))
             sys.exit(_main(options, rest))
         except KeyboardInterrupt as interrupt:
             if options.command != "run":  # whose ranks report the interruption

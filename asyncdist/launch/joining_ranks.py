@@ -90,7 +90,7 @@ def build_environments(
     job's other ranks. On another host, each launcher counts its ranks from 0.
     """
     places: list[tuple[int, int]] = job["places"]
-    is_at_job = job["host"] == addresses.describe_host()
+    is_at_job = job.get("host") == addresses.describe_host()
     shared = child_environment.for_ranks(environ, ranks=len(places), threads=threads)
     shared |= {
         environment.SECRET_VARIABLE: secret,

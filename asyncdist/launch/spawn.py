@@ -261,8 +261,8 @@ class _Child:
         if code is None:
             return False
         if not self.has_ended:
-            self.has_ended = True  # later, another process may have the rank's process ID
             self.end_rest()
+            self.has_ended = True  # later, another process may have the rank's process ID
         if not self.pipe.closed:
             self.read()
         if code and self.failure is None:

@@ -100,7 +100,7 @@ class Services:
         reports_in_turn: Whether this rank replays a rank that had its own process. Such a rank delays its failure
             report, because a lower rank may report the same failure.
         leftover_probes: Functions that describe a protocol's unreleased resources, called at the end of the rank.
-        openers: For each scope whose channel opens at its first use, the function that opens it.
+        openers: For each scope on ``tags.PARAM`` whose channel opens at its first use, the function that opens it.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
@@ -260,7 +260,7 @@ class Services:
                 flow=flow,
                 sent_to=self.sent_to,
                 received_from=self.received_from,
-                openers=self.openers,
+                openers=self.openers if tag == tags.PARAM else {},
             )
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -91,7 +91,7 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
                 writers[table] = csv.writer(file)
                 writers[table].writerow(columns_of(table))
             writers[table].writerow(row)
-    return _only_written(folder, "csv", writers)
+    return _only_written(folder, "csv", writers, _csv_columns)
 
 
 def export_parquet(recording: Recording, folder: Path) -> list[Path]:
@@ -130,13 +130,25 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
         for table, batch in waiting.items():
             if batch:
                 write(table)
-    return _only_written(folder, "parquet", writers)
+    return _only_written(folder, "parquet", writers, lambda path: pyarrow.parquet.read_schema(path).names)
 
 
-def _only_written(folder: Path, suffix: str, written: Collection[str]) -> list[Path]:
-    """Return the files of the written tables, and remove other tables, which an earlier export has written."""
+def _csv_columns(path: Path) -> list[str]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])
+
+
+def _only_written(
+    folder: Path, suffix: str, written: Collection[str], columns_in: Callable[[Path], Sequence[str]]
+) -> list[Path]:
+    """Return the files of the written tables. Remove the other tables, which an earlier export has written.
+
+    Files of the same name with other columns belong to somebody else, and are kept.
+    """
     for table in (*KINDS, "ranks"):
         path = folder / f"{table}.{suffix}"
         if table not in written and path.is_file():
-            path.unlink()
+            with contextlib.suppress(OSError, ValueError):  # ValueError: not a table
+                if tuple(columns_in(path)) == columns_of(table):
+                    path.unlink()
     return [folder / f"{table}.{suffix}" for table in written]

@@ -168,8 +168,7 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         self._story_requests.__exit__()
         for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._handle:  # otherwise, the program has installed a handler of its own
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
     def handler_before(self, number: int) -> Any:
         """Return the handler that the signal ``number`` had before this object replaced it."""

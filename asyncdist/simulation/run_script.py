@@ -127,13 +127,16 @@ class Script:
         """Folder that Python would put on ``sys.path``: that of the script, or of the module's outermost package."""
         return str(Path(self.path).resolve().parents[self.module.count(".")])
 
-    def run_file(self) -> None:
-        """Run the script's file as ``__main__``, on its own, or as a module so that relative imports work."""
+    def run_file(self, first_folder: str) -> None:
+        """Run the script's file as ``__main__``, on its own, or as a module so that relative imports work.
+
+        A relative path is that of a file in ``first_folder``, because the script may have changed the folder.
+        """
         if not self.module:
-            if zipfile.is_zipfile(self.path):
-                runpy.run_path(self.path, run_name="__main__")
+            if zipfile.is_zipfile(place := os.path.join(first_folder, self.path)):
+                runpy.run_path(place, run_name="__main__")
             else:
-                _run_plain_file(self.path)
+                _run_plain_file(self.path, os.path.abspath(place))
             return
         spec = importlib.util.find_spec(self.module)
         if spec is None or spec.origin is None or not os.path.samefile(spec.origin, self.path):
@@ -170,19 +173,23 @@ class Script:
 
 
 class _ScriptLoader(importlib.machinery.SourceFileLoader):
-    """Loads a script without a file of compiled code."""
+    """Loads a script, whose code has the name ``name``, without a file of compiled code."""
+
+    def __init__(self, place: str, name: str) -> None:
+        super().__init__("__main__", place)
+        self._name = name
 
     def get_code(self, fullname: str) -> types.CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
+        return self.source_to_code(self.get_data(self.path), self._name)
 
 
-def _run_plain_file(path: str) -> None:
+def _run_plain_file(name: str, place: str) -> None:
     """Run a script as ``__main__``. As in Python, ``__file__`` is absolute, since the script may change the folder."""
     main, outside = types.ModuleType("__main__"), sys.modules["__main__"]
-    main.__file__ = os.path.abspath(path)
+    main.__file__ = place
     sys.modules["__main__"] = main
     try:
-        _ScriptLoader("__main__", path).exec_module(main)
+        _ScriptLoader(place, name).exec_module(main)
     finally:
         sys.modules["__main__"] = outside
 
@@ -309,10 +316,11 @@ def _run_main(script: Script, host: _Host) -> None:
     the script, each on a separate stack, until they open their world.
     """
 
-    def run() -> None:
-        os.chdir(folder)  # an earlier rank's script may have changed it
+    def run(*, stays: bool = False) -> None:
+        if not stays:
+            os.chdir(folder)  # an earlier rank's script may have changed it
         try:
-            script.run_file()
+            script.run_file(folder)
         except SystemExit as ended:
             if rank_program.exit_code(ended.code) or find_caller() is None:
                 raise
@@ -325,7 +333,7 @@ def _run_main(script: Script, host: _Host) -> None:
         if world.rank or world.incarnation:
             caller.on_opened = lambda: script.on_world_opened(world.rank, sys._getframe())
             script.begin_process(world.rank)
-            await caller.run(run)
+            await caller.run(functools.partial(run, stays=bool(world.incarnation)))  # the other ranks are running
         else:
             script.on_world_opened(0, first.gr_frame)
             await caller.continue_stack(first)

@@ -33,7 +33,7 @@ _MESH_TIMEOUT_S: Final = 60.0
 _SUBJECT: Final = "new mesh"
 
 #: The meshes whose ``with`` blocks the running code is in, the innermost last.
-open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdistopen_meshes", default=())
+open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist.spmd.open_meshes", default=())
 
 
 @dataclass(slots=True, eq=False)

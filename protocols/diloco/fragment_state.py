@@ -196,8 +196,8 @@ class FragmentState(Fragment):
         """Write the anchor into the model's parameters, and measure the rank's progress from the anchor again."""
         self.restore(tensors)
         self._base = []
-        for captured, anchor in zip(self._captured, self.anchors, strict=False):
-            captured.copy_(anchor)
+        for vector, captured, anchor in zip(self.layout.stepped, self._captured, self.anchors, strict=False):
+            captured.copy_(as_written(vector, anchor, tensors))
 
     @property
     def bases(self) -> tuple[Tensor, ...]:

@@ -24,7 +24,10 @@ from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRou
 from asyncdist.tensors.byte_views import byte_view
 
 #: Names of the entries of a policy's saved state that belong to the exchange.
-ENTRIES: Final = ("fragments", "captured", "owed", "in_flight", "replica_size", "replica_index", "contributions")
+ENTRIES: Final = (
+    *("fragments", "captured", "owed", "schedule", "in_flight"),
+    *("replica_size", "replica_index", "contributions"),
+)
 
 
 @dataclass(frozen=True, slots=True)

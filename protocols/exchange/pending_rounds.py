@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 from asyncdist.protocols.exchange.schedule import Schedule
@@ -55,6 +56,7 @@ class PendingRounds:
         self.in_flight: dict[int, PendingRound] = {}
         self._captured = [0] * schedule.fragment_count  # by fragment: number of contributions
         self._uncontributed: list[int] = []  # due fragments, in the order in which they will be contributed
+        self._saved_schedule: tuple[int, ...] = ()  # values of the schedule with which a loaded state was saved
         self._catches_up = False  # until the first step, if the members resume with different rounds
         self._overdue_count = 0  # number of the due fragments whose means are applied in the step of the contribution
 
@@ -126,11 +128,20 @@ class PendingRounds:
 
     # -- ranks that resume with different rounds ----------------------------------------------------------------------
 
+    def step_to_agree(self, step: int) -> str:
+        """Return the step in which all members must resume, or "" if each may resume in its own step.
+
+        Members count the due steps from their own steps. If the schedule changes while their steps differ, one would
+        wait for rounds to which the others contribute much later or never.
+        """
+        is_same = self._saved_schedule in ((), astuple(self._schedule))
+        return "" if is_same or self.skips_late or self.in_any_order else str(step)
+
     def mark(self, step: int) -> int:
         """Return a negative number that is equal on members that will be due for the same rounds in the same steps.
 
         The numbers of a training that was saved differ if the ranks saved it in different rounds, as with
-        ``late="skip"``, or in different steps and resume it with another schedule.
+        ``late="skip"``.
 
         Args:
             step: Next step of this member.
@@ -186,9 +197,14 @@ class PendingRounds:
         return tuple(self._captured)
 
     def state(self) -> dict[str, Any]:
-        """Return the number of contributions by fragment, and the due fragments, for a checkpoint."""
-        return {"captured": list(self._captured), "owed": list(self._uncontributed)}
+        """Return the number of contributions by fragment, the due fragments and the schedule, for a checkpoint."""
+        return {
+            "captured": list(self._captured),
+            "owed": list(self._uncontributed),
+            "schedule": list(astuple(self._schedule)),
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state`."""
         self._captured, self._uncontributed = list(state["captured"]), list(state["owed"])
+        self._saved_schedule = tuple(map(int, state.get("schedule", ())))

@@ -42,7 +42,7 @@ from asyncdist.protocols.joining.replicated import ReplicatedPolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import MemberOptions
-from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, ROUNDS
+from asyncdist.protocols.starting.differences import FIRST_WEIGHTS, ROUNDS, STEPS
 from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo, together
 from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.codecs import Codec
@@ -71,7 +71,7 @@ class ExchangePolicy(ReplicatedPolicy):
         options: Options of :class:`SpawnPolicy`.
     """
 
-    progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, ROUNDS)
+    progress_names: ClassVar[tuple[str, ...]] = (FIRST_WEIGHTS, ROUNDS, STEPS)
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class ExchangePolicy(ReplicatedPolicy):
     def _agreed_values(self) -> dict[str, str]:
         # With a quorum, saved versions may differ between ranks. Late ranks receive the newest state.
         rounds = "saved" if self._may_be_late() else str([fragment.version for fragment in self._fragments])
-        return {**super()._agreed_values(), ROUNDS: rounds}
+        return {**super()._agreed_values(), ROUNDS: rounds, STEPS: self._pending_rounds.step_to_agree(self.iteration)}
 
     @property
     def completed_rounds(self) -> tuple[int, ...]:
@@ -345,7 +345,7 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _own_state(self) -> dict[str, Any]:
         if self._stage == "new" and self._saved is not None:
-            return {name: self._saved[name] for name in ENTRIES}
+            return {name: self._saved[name] for name in ENTRIES if name in self._saved}
         in_flight = {fragment: self._pending_round(fragment) for fragment in self._pending_rounds.in_flight}
         arrived = [fragment for fragment, pending in in_flight.items() if self._has(pending.number)]
         for fragment, pending in in_flight.items():
@@ -457,7 +457,7 @@ class ExchangePolicy(ReplicatedPolicy):
         weight, is_finite = self._take_weight(fragment), math.isfinite(norm)
         self._found_finite_at = step if is_finite else -1
         (self._unsound_captures.discard if is_finite else self._unsound_captures.add)(fragment)
-        if self._recovered_at == step:  # the weights are the anchor's, and a difference of 0 would weaken the mean
+        if own.anchors and self._recovered_at == step:  # the weights are the anchor's, so the difference is 0
             norm, is_finite = math.nan, False
         own.advance(len(self._first_ranks()) if is_finite else 0)
         version = own.version if self._quorum is None else own.applied_version

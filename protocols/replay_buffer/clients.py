@@ -58,11 +58,11 @@ class EarlyClients:
 
     def on_message(self, name: str, envelope: Envelope[ReplayMessage]) -> None:
         """Handle a message for the closed server of the buffer ``name``."""
-        source, opens = envelope.source, self._opens.setdefault(name, {})
+        source = envelope.source
         if isinstance(envelope.message, Open):
-            opens[source] = envelope, self._services.restarted.get(source, 0)
+            self._opens.setdefault(name, {})[source] = envelope, self._services.restarted.get(source, 0)
         elif isinstance(envelope.message, Left):
-            opens.pop(source, None)
+            self._opens.get(name, {}).pop(source, None)
         refuse_grant(self._services, envelope)
 
     def take(self, name: str) -> list[Envelope[ReplayMessage]]:

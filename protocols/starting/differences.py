@@ -22,6 +22,8 @@ FIRST_WEIGHTS: Final = "the checksum of the first weights"
 #: rank begins with a saved state.
 ROUNDS: Final = "rounds completed"
 RESUMED: Final = "begins with a saved state"
+#: Name of the number of steps before a resume with another schedule.
+STEPS: Final = "steps before the resume"
 #: Name of the value that marks a restart after exhausted memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
 _WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default all"
@@ -85,6 +87,12 @@ async def explained(
             "torch.manual_seed(seed) with the same seed on all ranks before the model is created, load the same "
             "weights or checkpoint on all ranks, or call asyncdist.average_models(model) "
             "(asyncdist.blocking.average_models without coroutines) if the model has been trained before",
+            **error.facts,
+        )
+    if difference == STEPS:
+        return DisagreementError(
+            f"{error.message}; ranks that were saved after different numbers of steps must resume with the "
+            'average_every, fragments, overlap_steps and warmup_steps with which they were saved, or with late="skip"',
             **error.facts,
         )
     if difference in (ROUNDS, RESUMED):

@@ -125,6 +125,13 @@ def test_keep_does_not_delete_folders_of_other_programs(
     assert sum(str(foreign) in record.getMessage() for record in caplog.records) == 1
 
 
+def test_keep_deletes_a_checkpoint_to_which_files_were_added(tmp_path: Path) -> None:
+    (name,) = ad.run_local(save, tmp_path, ranks=1)
+    (tmp_path / name / "tokenizer.json").write_text("mine")
+    ad.run_local(save, tmp_path, ranks=1)
+    assert os.listdir(tmp_path) == ["checkpoint-000002"]
+
+
 def test_keep_deletes_all_leftovers_of_a_killed_save(tmp_path: Path) -> None:
     files = ["rank-00000.pt", "rank-00001.safetensors", ".part-00ff/rank-00002.pt", "restarted-rank-00003/entry.json"]
     make_foreign(tmp_path / "checkpoint-000001", dict.fromkeys([*files, ".part-00ff-owner"], ""))

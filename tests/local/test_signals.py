@@ -136,20 +136,3 @@ def test_a_process_ends_although_a_signal_interrupts_a_print(monkeypatch: pytest
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
     print("saving", flush=True)
     assert ends == [130]
-
-
-def test_handlers_that_main_installs_stay_after_the_job() -> None:
-    """Regression: the handlers from before the job replaced them, unlike after ``asyncio.run``."""
-
-    def mine(*_: object) -> None: ...
-
-    async def main(world: ad.World) -> None:
-        signal.signal(signal.SIGTERM, mine)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        ad.run_local(main, ranks=1)
-        assert signal.getsignal(signal.SIGTERM) is mine
-        assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
-    finally:
-        signal.signal(signal.SIGTERM, before[signal.SIGTERM])

@@ -393,22 +393,48 @@ def test_a_request_to_a_restarted_buffer_rank_fails() -> None:
 
 @pytest.mark.slow
 def test_requests_between_two_runs_wait_for_the_second_run() -> None:
-    """Regression: the channel was closed between the runs, so the request was dropped and both ranks waited forever."""
+    """Regression: the channel was closed between the runs, so the request was dropped and both ranks waited forever.
+
+    A rank that has ended the first run asks again before the other one has ended it. A repeated EXIT ends no later run.
+    """
 
     def main(world: ad.blocking.World) -> Any:
         answers = list[str]()
         for phase in ("first", "second"):
             if world.rank == 0:
-                manager = torchgfn.ReplayBufferManager(grid(), 0, 1)
+                manager = torchgfn.ReplayBufferManager(grid(), 0, 2)
                 manager._compute_metadata = lambda phase=phase: phase
                 manager.run()
                 world.sleep(1.0)
             else:
+                world.sleep(0.5 * (world.rank - 1))
                 answers.append(torchgfn.ReplayBufferManager.get_metadata(0))
-                torchgfn.ReplayBufferManager.send_termination_signal(0)
+                for _ in range(2):
+                    torchgfn.ReplayBufferManager.send_termination_signal(0)
         return answers
 
-    assert on_ranks(main, 2) == [[], ["first", "second"]]
+    assert on_ranks(main, 3) == [[], ["first", "second"], ["first", "second"]]
+
+
+@pytest.mark.slow
+def test_the_answer_to_a_lost_process_is_not_sent() -> None:
+    """Regression: the rank's new process got it as the answer to its first request, and all later answers one late."""
+
+    def main(world: ad.blocking.World) -> Any:
+        def score(got: Any) -> dict[str, int]:
+            world.sleep(3.0)  # the rank is restarted meanwhile
+            return {"n": len(got)}
+
+        if world.rank == 0:
+            torchgfn.ReplayBufferManager(grid(), 0, 1, scoring_function=score).run()
+            return None
+        buffer = torchgfn.ReplayBuffer(grid(), remote_manager_rank=0)
+        scores = [buffer.add(containers(grid(), count)) for count in (5 if world.incarnation else 4, 6)]
+        torchgfn.ReplayBufferManager.send_termination_signal(0)
+        return scores
+
+    faults = [ad.simulation.Kill(1, at_s=1.0), ad.simulation.Restart(1, at_s=1.5)]
+    assert on_ranks(main, 2, strict=False, faults=faults) == [None, [{"n": 5}, {"n": 6}]]
 
 
 @pytest.mark.slow

@@ -81,6 +81,20 @@ world = ad.blocking.process_world()
 ad.blocking.barrier()
 assert os.path.exists(__file__), __file__
 """
+RESTARTED_ELSEWHERE = """
+import os
+import asyncdist as ad
+
+world = ad.blocking.process_world()
+folder = os.path.join(os.path.dirname(__file__), "elsewhere")
+if not world.incarnation:
+    world.sleep(0.02)
+    os.chdir(folder)
+for _ in range(10):
+    world.sleep(0.02)
+    assert os.path.basename(os.getcwd()) == "elsewhere", (world.rank, world.incarnation)
+    assert os.path.exists(__file__), __file__
+"""
 #: Scripts with the blocking functions. The debugger stops at the marked line.
 DEBUGGED = {
     "a main": """
@@ -140,6 +154,11 @@ def test_each_rank_of_a_plain_script_has_its_own_main() -> None:
 
 def test_a_restarted_rank_of_a_plain_script_has_its_own_main() -> None:
     simulated(RESTARTED, (Kill(1, at_s=0.05), Restart(1, at_s=0.06)))
+
+
+def test_a_restarted_rank_stays_in_the_folder_of_the_others() -> None:
+    """Regression: the new process of a rank changed the folder of all ranks, which share one process."""
+    simulated(RESTARTED_ELSEWHERE, (Kill(1, at_s=0.05), Restart(1, at_s=0.06)))
 
 
 @pytest.mark.parametrize("source", [MAIN, PLAIN_ELSEWHERE])

@@ -44,10 +44,14 @@ def test_parquet_has_the_same_rows(recording: Recording, tmp_path: Path) -> None
 
 
 def test_tables_of_an_earlier_export_are_removed(recording: Recording, tmp_path: Path) -> None:
-    """Regression: a folder had tables of two jobs if the second job had fewer kinds of events."""
-    earlier = [tmp_path / name for name in ("lost.csv", "returned.csv", "mine.csv", "lost.parquet")]
+    """Regression: a folder had tables of two jobs if the second job had fewer kinds of events.
+
+    A file with other columns is not such a table.
+    """
+    earlier = [tmp_path / name for name in ("lost.csv", "returned.csv", "failed.csv", "mine.csv", "lost.parquet")]
     for path in earlier:
-        path.touch()
+        path.write_text("epoch,loss\n" if path.stem == "failed" else ",".join(tables.columns_of("lost")) + "\n")
+    earlier[1].write_text(",".join(tables.columns_of("returned")) + "\n")
     files = tables.export_csv(recording, tmp_path)
     assert set(tmp_path.iterdir()) == {*files, *earlier[2:]}
 

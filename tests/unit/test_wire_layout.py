@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Vector, Wir
 from asyncdist.tensors.codecs import Codec, TopK, find_codec
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.tensors.means import weighted_mean_into
+from asyncdist.tensors.optimizers.weights import STATE_PREFIX
 
 CODECS = [find_codec(name) for name in ("float32", "bfloat16", "float16", "int8", "q4")] + [TopK(share=0.1, block=64)]
 SEEDS = range(12)
@@ -305,3 +307,15 @@ def test_decoded_values_reuse_the_memory_of_earlier_values(codec: Codec) -> None
     own, places = second.values_of(encoded[1], scratch), [range(begin, end) for _, begin, end in second.places]
     assert own.data_ptr() == values.data_ptr()
     assert not any(own[place] for place in range(second.count) if not any(place in each for each in places))
+
+
+def test_names_are_compared_without_wrappers_of_compile() -> None:
+    """Regression: the state of a schedule-free optimizer of a compiled model did not fit to the plain model."""
+
+    def checksum_of(prefix: str) -> int:
+        names = (f"{prefix}0.weight", f"{STATE_PREFIX}{prefix}0.weight")
+        entries = [replace(entry, names=(name,)) for entry, name in zip(plain.entries, names, strict=True)]
+        return WireLayout(entries, range(2), set(names), 2, find_codec("float32")).checksum_of_names()
+
+    plain = FlatState(nn.Linear(2, 3))
+    assert checksum_of("_orig_mod.") == checksum_of("") != checksum_of("other.")

@@ -287,7 +287,12 @@ def _delete_old(newest: Path, keep: int) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether a folder has only entries of a checkpoint. Otherwise, log a warning, once for each folder."""
+    """Return whether a folder is a population checkpoint, or has only entries of an unfinished one.
+
+    Otherwise, log a warning, once for each folder.
+    """
+    if manifests.has_manifest(folder):
+        return True  # the user may have added files
     try:
         with os.scandir(folder) as entries:
             other = next((entry.name for entry in entries if not _is_of_checkpoint(entry)), None)

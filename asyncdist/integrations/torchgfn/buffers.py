@@ -327,10 +327,16 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 
 
 class _WaitingRequests:
-    """This rank's unanswered requests, oldest first. They are received at any time after the first run has begun."""
+    """This rank's unanswered requests, oldest first. They are received at any time after the first run has begun.
+
+    Attributes:
+        done: Ranks that have sent an EXIT to the current run. Their later requests wait for the next run.
+    """
 
     def __init__(self, services: Any) -> None:
         self.requests: deque[Envelope[Ask]] = deque()
+        self.done: set[int] = set()
+        self._ended: set[int] = set()  # ranks whose last request to this run was an EXIT
         to_server, to_clients = scopes(services.rank, _NAME)
         self.channel: Channel[Any] = services.open_channel(
             Ask | Answer,
@@ -338,15 +344,48 @@ class _WaitingRequests:
             scope=to_server,
             peer_scope=to_clients,
             name=_NAME,
-            handler=self.requests.append,
+            handler=self._add,
         )
         services.on_returned(self._drop_requests)
+
+    def begin_run(self) -> None:
+        """Let the ranks that have ended the last run take part in a new run."""
+        self.done.clear()
+        self._ended = {envelope.source for envelope in self.requests if _is_exit(envelope)}
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a request of a rank that has not ended the current run."""
+        return any(envelope.source not in self.done for envelope in self.requests)
+
+    def take(self) -> Envelope[Ask] | None:
+        """Remove and return the oldest request of a rank that has not ended the current run, or return None."""
+        for place, envelope in enumerate(self.requests):
+            if envelope.source not in self.done:
+                del self.requests[place]
+                return envelope
+        return None
+
+    def _add(self, envelope: Envelope[Ask]) -> None:
+        if not _is_exit(envelope):
+            self._ended.discard(envelope.source)
+        elif envelope.source in self._ended:
+            return  # A repeated EXIT would end the next run.
+        else:
+            self._ended.add(envelope.source)
+        self.requests.append(envelope)
 
     def _drop_requests(self, rank: int) -> None:
         """Drop the requests of the lost process of ``rank``. The new process could receive their answers."""
         kept = [envelope for envelope in self.requests if envelope.source != rank]
         self.requests.clear()
         self.requests.extend(kept)
+        self.done.discard(rank)
+        self._ended.discard(rank)
+
+
+def _is_exit(envelope: Envelope[Ask]) -> bool:
+    return envelope.message.kind == str(MessageType.EXIT.name)
 
 
 class _RequestServer:
@@ -357,9 +396,10 @@ class _RequestServer:
         self._services = world.awaited.services
         self._client_count = client_count
         self._seen: set[int] = set()
-        self.done: set[int] = set()
-        waiting = self._services.shared(_WaitingRequests)
-        self._channel, self._requests = waiting.channel, waiting.requests
+        self._asked_by: tuple[int, int] | None = None  # rank and incarnation that sent the current request
+        self._waiting = self._services.shared(_WaitingRequests)
+        self._waiting.begin_run()
+        self.done = self._waiting.done
 
     def serving(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this rank refuses operations that a client wants to start with it."""
@@ -382,13 +422,15 @@ class _RequestServer:
     async def _next(self) -> tuple[int, MessageType, Any] | None:
         what = WaitId(WaitKind.BUFFER_USERS)
         while True:
-            await self._services.engine.until(lambda: bool(self._requests) or self._is_over(), what)
-            if not self._requests:
+            await self._services.engine.until(lambda: self._is_over() or self._waiting.has_next, what)
+            if self._is_over():
                 return None
-            envelope = self._requests.popleft()
+            envelope = self._waiting.take()
+            if envelope is None:  # its sender was lost meanwhile
+                continue
             source, kind = envelope.source, MessageType[envelope.message.kind]
             self._seen.add(source)
-            self.done.discard(source)
+            self._asked_by = source, self._services.restarted.get(source, 0)
             if kind is MessageType.EXIT:
                 self.done.add(source)
                 return source, kind, None
@@ -400,9 +442,10 @@ class _RequestServer:
             return source, kind, _unpacked(payload) if len(payload) else None
 
     def answer(self, dest: int, data: Any) -> None:
-        """Send an answer to the rank that sent the request, unless that rank is lost."""
-        with contextlib.suppress(RankLostError):
-            self._world.call(_send, self._world.awaited, self._channel, dest, Answer, _packed(data))
+        """Send an answer to the rank that sent the request, unless its process is lost."""
+        if self._asked_by == (dest, self._services.restarted.get(dest, 0)):
+            with contextlib.suppress(RankLostError):
+                self._world.call(_send, self._world.awaited, self._waiting.channel, dest, Answer, _packed(data))
         self._world.check()
 
 

@@ -30,6 +30,7 @@ from asyncdist.tensors.codecs import Codec, codec_of_means, find_codec
 from asyncdist.tensors.compiled_names import plain_name
 from asyncdist.tensors.flat_state import Entry, accumulate_dtype
 from asyncdist.tensors.means import mean_into, weighted_mean_into
+from asyncdist.tensors.optimizers.weights import STATE_PREFIX
 
 #: Function that writes the weighted mean of flat tensors into its first argument.
 MeanInto: TypeAlias = Callable[[Tensor, Sequence[Tensor], Sequence[float]], None]
@@ -268,7 +269,7 @@ class WireLayout:
         The names are those without the wrappers of `torch.compile`, and without the ranks of a sharded replica.
         """
         names = [self._source[0][index].names[0] for vector in self.vectors for index, *_ in vector.places]
-        return zlib.crc32("\n".join(plain_name(name.rpartition(": ")[2]) for name in names).encode())
+        return zlib.crc32("\n".join(_plain(name.rpartition(": ")[2]) for name in names).encode())
 
     def check_names(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the flat tensors of ``state`` belong to other entries, or to entries in another order.
@@ -463,3 +464,9 @@ def _moved(bounds: Sequence[int], cuts: Sequence[int]) -> tuple[int, ...]:
     """Return the bounds of slices, each moved to the nearest element at which the vector may be cut."""
     inner = [min(cuts, key=lambda cut: (abs(cut - bound), cut)) for bound in bounds[1:-1]]
     return (0, *inner, bounds[-1]) if len(bounds) > 1 else tuple(bounds)
+
+
+def _plain(name: str) -> str:
+    """Return an entry's name without wrappers of ``torch.compile``, also for an optimizer's state of a parameter."""
+    parameter = name.removeprefix(STATE_PREFIX)
+    return name.removesuffix(parameter) + plain_name(parameter)
