@@ -208,3 +208,4 @@ class PendingRounds:
         """Load the result of :meth:`state`."""
         self._captured, self._uncontributed = list(state["captured"]), list(state["owed"])
         self._saved_schedule = tuple(map(int, state.get("schedule", ())))
+        self._catches_up, self._overdue_count = False, 0

@@ -149,6 +149,7 @@ def test_closing_leaves_no_thread_and_no_descriptor() -> None:
     """Regression: the sockets and threads of gloo remained until the next full garbage collection."""
     for found in run_ranks(4, ENDS, "closes").check().reports.values():
         assert found["alive"] == [] and max(found["took"]) < LONG_S
+        assert found["lost"] == [], "the counters of a job are exported a last time after its end"
         _, *later = found["left"]
         assert len(later) == 3 and later[1:] == later[:-1], f"descriptors and threads after each world: {later}"
 

@@ -214,8 +214,11 @@ async def quiet(world: ad.World) -> int:
 
 
 def closes() -> None:
-    """Return how long the transport takes to close with all threads started, and what is left after each world."""
+    """Report how long the transport takes to close with all threads started, what is left after each world, and ranks
+    that count as lost afterwards.
+    """
     took: list[float] = []
+    lost: list[int] = []
 
     async def main(world: ad.World) -> int:
         peer = (world.rank + 1) % world.size
@@ -232,6 +235,7 @@ def closes() -> None:
             began_at = time.monotonic()
             close()
             took.append(time.monotonic() - began_at)
+            lost.extend(world.services.lost_ranks())
 
         transport.close = timed  # type: ignore[method-assign]
         return world.rank
@@ -242,7 +246,7 @@ def closes() -> None:
         rank = ad.run(main)
         left.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))])
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncdist")]
-    report(rank, {"took": took, "alive": alive, "left": left})
+    report(rank, {"took": took, "alive": alive, "left": left, "lost": lost})
 
 
 def caught() -> None:

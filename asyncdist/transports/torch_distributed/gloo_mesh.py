@@ -208,7 +208,9 @@ class Mesh:
             link.drops_messages = True
         if alive:
             logger.warning("threads that wait for gloo did not end: %s", ", ".join(alive))
+        lost, self._listen = self.lost, lambda _: None
         self._callbacks.empty()  # fails the remaining requests
+        self.lost = lost  # a peer that has left is not lost
         for link in links:
             if link.has_ended:
                 link.release()
