@@ -151,7 +151,9 @@ def test_closing_leaves_no_thread_and_no_descriptor() -> None:
         assert found["alive"] == [] and max(found["took"]) < LONG_S
         assert found["lost"] == [], "the counters of a job are exported a last time after its end"
         _, *later = found["left"]
-        assert len(later) == 3 and later[1:] == later[:-1], f"descriptors and threads after each world: {later}"
+        assert len(later) == 3 and {each[0] for each in later} == {later[0][0]}, f"descriptors after worlds: {later}"
+        # One of gloo's threads may still be ending. Each world had left several.
+        assert max(each[1] for each in later) <= min(each[1] for each in later) + 1, f"threads after worlds: {later}"
 
 
 @dataclass

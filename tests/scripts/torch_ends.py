@@ -214,8 +214,9 @@ async def quiet(world: ad.World) -> int:
 
 
 def closes() -> None:
-    """Report how long the transport takes to close with all threads started, what is left after each world, and ranks
-    that count as lost afterwards.
+    """Report how long the transport takes to close with all threads started, and what is left after each world.
+
+    Also report the ranks that count as lost afterwards.
     """
     took: list[float] = []
     lost: list[int] = []
