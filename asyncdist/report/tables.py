@@ -148,7 +148,7 @@ def _only_written(
     for table in (*KINDS, "ranks"):
         path = folder / f"{table}.{suffix}"
         if table not in written and path.is_file():
-            with contextlib.suppress(OSError, ValueError):  # ValueError: not a table
+            with contextlib.suppress(OSError, ValueError, csv.Error):  # not a table
                 if tuple(columns_in(path)) == columns_of(table):
                     path.unlink()
     return [folder / f"{table}.{suffix}" for table in written]

@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from contextvars import Token
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -130,8 +131,7 @@ async def hosted(
 ) -> AsyncIterator[World]:
     """Run the ``async with`` block as one rank, from the handshake to the end."""
     loop = asyncio.get_running_loop()
-    instrument = options.instrument or functools.partial(Recording, options.record)
-    recording = instrument(transport, loop)
+    recording = (options.instrument or functools.partial(Recording, options.record))(transport, loop)
     transport, engine = recording.transport, recording.engine
     engine.start()
     exporter: Exporter | None = None
@@ -193,8 +193,7 @@ async def hosted(
         engine.stop()
         recording.close()
         if token is not None:
-            with contextlib.suppress(ValueError):  # An async generator may be finalised in another context.
-                _current_world.reset(token)
+            _forget_world(token)
         if engine.virtual_clock is None:
             free_ended(is_last=True)
 
@@ -228,6 +227,11 @@ def _note_interrupt(task: asyncio.Task[Any] | None, world: World, monitor: Failu
     waited = monitor.waited if monitor.is_stopped() else describe_wait(task, world)
     world.services.events.add("interrupted", waited or "")
     return waited
+
+
+def _forget_world(token: Token[World]) -> None:
+    with contextlib.suppress(ValueError):  # An async generator may be finalised in another context.
+        _current_world.reset(token)
 
 
 def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:

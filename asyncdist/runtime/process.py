@@ -7,9 +7,11 @@ import functools
 import gc
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from asyncdist.launchers import detection
 
@@ -47,9 +49,13 @@ def spare_collections() -> None:
             _mark = [object()]
 
 
-def note_ended(policy: object, nbytes: int) -> None:
-    """Record that a policy has ended, whose model and buffers may remain in memory because of reference cycles."""
-    _ended[policy] = nbytes
+def note_ended(policy: object, tensors: Iterable[Tensor]) -> None:
+    """Record that a policy has ended, whose model and buffers may remain in memory because of reference cycles.
+
+    Args:
+        tensors: Parameters and buffers of its model.
+    """
+    _ended[policy] = sum(each.nbytes for each in tensors)
 
 
 def free_ended(*, is_last: bool = False) -> None:

@@ -56,7 +56,7 @@ class PendingRounds:
         self.in_flight: dict[int, PendingRound] = {}
         self._captured = [0] * schedule.fragment_count  # by fragment: number of contributions
         self._uncontributed: list[int] = []  # due fragments, in the order in which they will be contributed
-        self._saved_schedule: tuple[int, ...] = ()  # values of the schedule with which a loaded state was saved
+        self._saved_order: tuple[int, ...] = ()  # result of _order() when a loaded state was saved
         self._catches_up = False  # until the first step, if the members resume with different rounds
         self._overdue_count = 0  # number of the due fragments whose means are applied in the step of the contribution
 
@@ -131,11 +131,15 @@ class PendingRounds:
     def step_to_agree(self, step: int) -> str:
         """Return the step in which all members must resume, or "" if each may resume in its own step.
 
-        Members count the due steps from their own steps. If the schedule changes while their steps differ, one would
-        wait for rounds to which the others contribute much later or never.
+        Members count the due steps from their own steps. If the order of the rounds changes while their steps differ,
+        one would wait for rounds to which the others contribute much later or never.
         """
-        is_same = self._saved_schedule in ((), astuple(self._schedule))
+        is_same = self._saved_order in ((), self._order())
         return "" if is_same or self.skips_late or self.in_any_order else str(step)
+
+    def _order(self) -> tuple[int, ...]:
+        """Return all that determines in which steps members contribute to which rounds, as integers."""
+        return (*astuple(self._schedule), int(self.skips_late), int(self.in_any_order))
 
     def mark(self, step: int) -> int:
         """Return a negative number that is equal on members that will be due for the same rounds in the same steps.
@@ -201,11 +205,11 @@ class PendingRounds:
         return {
             "captured": list(self._captured),
             "owed": list(self._uncontributed),
-            "schedule": list(astuple(self._schedule)),
+            "schedule": list(self._order()),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state`."""
         self._captured, self._uncontributed = list(state["captured"]), list(state["owed"])
-        self._saved_schedule = tuple(map(int, state.get("schedule", ())))
+        self._saved_order = tuple(map(int, state.get("schedule", ())))
         self._catches_up, self._overdue_count = False, 0

@@ -92,7 +92,8 @@ async def explained(
     if difference == STEPS:
         return DisagreementError(
             f"{error.message}; ranks that were saved after different numbers of steps must resume with the "
-            'average_every, fragments, overlap_steps and warmup_steps with which they were saved, or with late="skip"',
+            "average_every, fragments, overlap_steps, warmup_steps, late and quorum with which they were saved, or "
+            'with late="skip"',
             **error.facts,
         )
     if difference in (ROUNDS, RESUMED):

@@ -272,6 +272,32 @@ def test_ranks_at_different_steps_keep_their_schedule(other: dict[str, Any], tmp
 
 
 @pytest.mark.slow
+def test_ranks_at_different_steps_keep_late(tmp_path: Path) -> None:
+    """Regression: a fast rank contributed to rounds to which no rank had contributed, which halved the means."""
+    facts = tmp_path / "saves", {"average_every": 4, "late": "skip"}, [(80, 20)], 4.0
+    ad.simulate(train_and_save, *facts, ranks=2, seed=1, strict=True)
+    saves = [(84, 84), (90, 90)]
+    with pytest.raises(ad.DisagreementError, match=naming("steps before the resume", 80, 20, "late")):
+        ad.simulate(train_and_save, tmp_path / "saves", {"average_every": 4}, saves, ranks=2, seed=1, strict=True)
+
+
+def test_a_state_of_an_earlier_checkout_is_loaded() -> None:
+    """Such states do not contain the schedule with which they were saved."""
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        saved = DiLoCoPolicy(model, optimizer, average_every=4).state_dict()
+        del saved["schedule"]
+        DiLoCoPolicy(model, optimizer, average_every=4).load_state_dict(saved)
+        del saved["captured"]
+        with pytest.raises(ValueError, match="captured"):
+            DiLoCoPolicy(model, optimizer, average_every=4).load_state_dict(saved)
+
+    ad.simulate(main, ranks=1)
+
+
+@pytest.mark.slow
 def test_an_eager_state_is_refused_without_eager(tmp_path: Path) -> None:
     """Regression: the state was loaded without the share of the last mean that the anchor does not contain yet."""
     run(tmp_path / "saves", DiLoCoPolicy, {"average_every": 4, "eager": True}, 9)

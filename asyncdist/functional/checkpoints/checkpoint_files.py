@@ -258,8 +258,8 @@ def _sync(path: Path) -> None:
 def _delete_old(newest: Path, keep: int) -> None:
     """Delete unfinished checkpoints, and all complete checkpoints except the ``keep`` newest. Follow no symbolic links.
 
-    A checkpoint that another job is writing is kept, and a warning is logged. The same holds for a folder with other
-    files than those of a checkpoint, because another program may have written it. A simulation keeps all checkpoints
+    A checkpoint that another job is writing is kept, and a warning is logged. The same holds for a folder that has no
+    manifest of ours but other files, because another program may have written it. A simulation keeps all checkpoints
     that no simulation in this process has written, in addition to its own ``keep`` newest.
     """
     place, own_number = newest.parent, manifests.number_of(newest.name)
@@ -308,6 +308,4 @@ def _is_own(folder: Path) -> bool:
 def _is_of_checkpoint(entry: os.DirEntry[str]) -> bool:
     if entry.is_dir(follow_symlinks=False):
         return _FOLDER_NAME.fullmatch(entry.name) is not None
-    if entry.name == manifests.MANIFEST:
-        return manifests.has_manifest(Path(entry.path).parent)
     return _FILE_NAME.fullmatch(entry.name) is not None

@@ -105,12 +105,6 @@ async def load_population(
     survives = is_default_group and world.services.survives_loss
     loading: JointWork[LoadedPopulation]
 
-    async def prepare() -> tuple[str, str]:
-        try:
-            return _choose(Path(path), members.size) if members.index == 0 else ("", "")
-        except FileNotFoundError as error:  # Every rank raises this error, so that all may start anew.
-            return "", str(error)
-
     async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
         if not chosen[0]:
             raise FileNotFoundError(chosen[1])
@@ -124,13 +118,21 @@ async def load_population(
                 stack.push_async_callback(members.free)
             loading = JointWork(world, members, "load_population")
             try:
-                await loading.begin(prepare, work)
+                await loading.begin(functools.partial(_choice, Path(path), members), work)
             except RankLostError:  # A rank was lost before all have begun. The others load without it.
                 if not survives:
                     raise
                 is_incomplete = True
                 continue
             return await loading.result_or_abandon()
+
+
+async def _choice(path: Path, members: Group) -> tuple[str, str]:
+    """Return the result of :func:`_choose` on the first member, or an empty text and why there is no checkpoint."""
+    try:
+        return _choose(path, members.size) if members.index == 0 else ("", "")
+    except FileNotFoundError as error:  # Every rank raises this error, so that all may start anew.
+        return "", str(error)
 
 
 async def _load(

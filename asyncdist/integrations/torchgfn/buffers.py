@@ -336,7 +336,6 @@ class _WaitingRequests:
     def __init__(self, services: Any) -> None:
         self.requests: deque[Envelope[Ask]] = deque()
         self.done: set[int] = set()
-        self._ended: set[int] = set()  # ranks whose last request to this run was an EXIT
         to_server, to_clients = scopes(services.rank, _NAME)
         self.channel: Channel[Any] = services.open_channel(
             Ask | Answer,
@@ -344,14 +343,13 @@ class _WaitingRequests:
             scope=to_server,
             peer_scope=to_clients,
             name=_NAME,
-            handler=self._add,
+            handler=self.requests.append,
         )
         services.on_returned(self._drop_requests)
 
     def begin_run(self) -> None:
         """Let the ranks that have ended the last run take part in a new run."""
         self.done.clear()
-        self._ended = {envelope.source for envelope in self.requests if _is_exit(envelope)}
 
     @property
     def has_next(self) -> bool:
@@ -366,26 +364,12 @@ class _WaitingRequests:
                 return envelope
         return None
 
-    def _add(self, envelope: Envelope[Ask]) -> None:
-        if not _is_exit(envelope):
-            self._ended.discard(envelope.source)
-        elif envelope.source in self._ended:
-            return  # A repeated EXIT would end the next run.
-        else:
-            self._ended.add(envelope.source)
-        self.requests.append(envelope)
-
     def _drop_requests(self, rank: int) -> None:
         """Drop the requests of the lost process of ``rank``. The new process could receive their answers."""
         kept = [envelope for envelope in self.requests if envelope.source != rank]
         self.requests.clear()
         self.requests.extend(kept)
         self.done.discard(rank)
-        self._ended.discard(rank)
-
-
-def _is_exit(envelope: Envelope[Ask]) -> bool:
-    return envelope.message.kind == str(MessageType.EXIT.name)
 
 
 class _RequestServer:

@@ -228,9 +228,14 @@ def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def storages_of(state: Any) -> set[int]:
-    """Return the addresses of the memory of all tensors in an optimizer's ``state_dict``."""
-    return {local_part(each).untyped_storage().data_ptr() for each in _leaves(state, 8)}
+def contains(state: Any, tensor: Tensor) -> bool:
+    """Return whether an optimizer's ``state_dict``, which may have copies of its tensors, has a tensor's values."""
+    values = tensor.detach().reshape(-1)
+    for each in map(local_part, _leaves(state, 8)):
+        is_like = each.layout is torch.strided and each.dtype == values.dtype and each.numel() == values.numel()
+        if is_like and torch.equal(each.detach().reshape(-1).to(values.device), values):
+            return True
+    return False
 
 
 def _leaves(value: Any, depth: int) -> Iterator[Tensor]:

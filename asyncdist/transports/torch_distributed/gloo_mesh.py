@@ -182,7 +182,7 @@ class Mesh:
 
     def close(self, join_s: float = JOIN_S) -> None:
         """Exchange goodbyes with all peers, close the connections, and wait ``join_s`` seconds for the threads."""
-        self._listen = lambda _: None
+        lost, self._listen = self.lost, lambda _: None
         self._listen_to_returns = None
         if self._connector is not None:
             self._connector.close()
@@ -208,9 +208,8 @@ class Mesh:
             link.drops_messages = True
         if alive:
             logger.warning("threads that wait for gloo did not end: %s", ", ".join(alive))
-        lost, self._listen = self.lost, lambda _: None
         self._callbacks.empty()  # fails the remaining requests
-        self.lost = lost  # a peer that has left is not lost
+        self.lost = lost  # a peer that has closed its connections meanwhile has left
         for link in links:
             if link.has_ended:
                 link.release()
