@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import sys
@@ -55,7 +56,8 @@ def note_ended(policy: object, tensors: Iterable[Tensor]) -> None:
     Args:
         tensors: Parameters and buffers of its model.
     """
-    _ended[policy] = sum(each.nbytes for each in tensors)
+    with contextlib.suppress(RuntimeError, ValueError):  # raised for sparse and uninitialized tensors
+        _ended[policy] = sum(each.nbytes for each in tensors)
 
 
 def free_ended(*, is_last: bool = False) -> None:

@@ -228,14 +228,21 @@ def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def contains(state: Any, tensor: Tensor) -> bool:
-    """Return whether an optimizer's ``state_dict``, which may have copies of its tensors, has a tensor's values."""
+def not_contained(copies: Sequence[Copy], state: Any) -> list[Copy]:
+    """Return the copies whose tensors an optimizer's ``state_dict`` does not contain.
+
+    If it contains none of them in the same memory, it may have copied its tensors, and their values are compared.
+    """
+    leaves = [each for each in map(local_part, _leaves(state, 8)) if each.layout is torch.strided]
+    storages = {each.untyped_storage().data_ptr() for each in leaves}
+    left = [copy for copy in copies if copy.tensor.untyped_storage().data_ptr() not in storages]
+    return left if len(left) < len(copies) else [copy for copy in copies if not _has_values(leaves, copy.tensor)]
+
+
+def _has_values(leaves: Sequence[Tensor], tensor: Tensor) -> bool:
     values = tensor.detach().reshape(-1)
-    for each in map(local_part, _leaves(state, 8)):
-        is_like = each.layout is torch.strided and each.dtype == values.dtype and each.numel() == values.numel()
-        if is_like and torch.equal(each.detach().reshape(-1).to(values.device), values):
-            return True
-    return False
+    alike = (each for each in leaves if each.dtype == values.dtype and each.numel() == values.numel())
+    return any(torch.equal(each.detach().reshape(-1).to(values.device), values) for each in alike)
 
 
 def _leaves(value: Any, depth: int) -> Iterator[Tensor]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncdist.tensors.model_tensors import local_part
-from asyncdist.tensors.optimizers.recognition import Copy, contains, follows_unknown, kind_of, stored_tensors
+from asyncdist.tensors.optimizers.recognition import Copy, follows_unknown, kind_of, not_contained, stored_tensors
 from asyncdist.tensors.optimizers.undoing import PROOF, Replaced
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
@@ -151,8 +151,7 @@ class OptimizerWeights:
         self._warn_of_another()
         copies = self._copies()
         if has_new_state:
-            state = self.optimizer.state_dict()
-            copies = [copy for copy in copies if not contains(state, copy.tensor)]
+            copies = not_contained(copies, self.optimizer.state_dict())
         before = {
             id(copy.parameter): local_part(copy.parameter).detach().clone() for copy in copies if copy.kind == "origin"
         }
