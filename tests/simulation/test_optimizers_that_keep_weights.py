@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import asyncdist as ad
 from asyncdist.simulation import Kill, Network, Restart
+from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 from protocols import (
     AsyncDiLoCoPolicy,
     AsyncSelectiveAveragingPolicy,
@@ -433,3 +434,39 @@ def test_a_copy_outside_the_state_follows_a_restarted_rank(make: Callable[..., A
     faults = [Kill(2, at_s=0.05), Restart(2, at_s=0.051)]
     ad.simulate(main, ranks=3, seed=0, faults=faults, network=Network(loss_detection_s=1e-4), until_s=1e4)
     assert kept == [True]
+
+
+class AdamWithMaster(torch.optim.Adam):
+    """Adam on a flat copy of the weights, which its ``state_dict`` does not contain."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.01)
+        self.flat = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        nn.utils.vector_to_parameters(self.flat, group["params"])
+        super().step(closure)
+        self.flat = nn.utils.parameters_to_vector(group["params"]).detach().clone()
+
+
+def test_a_zero_of_a_copy_is_no_zero_of_another_state() -> None:
+    """Regression: a bias in a master was not updated, because an equal moment of another bias was loaded."""
+
+    def made() -> tuple[nn.Module, AdamWithMaster]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        nn.init.zeros_(model[0].bias)
+        return model, AdamWithMaster(model)
+
+    (trained, theirs), (model, own) = made(), made()
+    trained(torch.ones(2, 3)).sum().backward()
+    trained[1].bias.grad.zero_()  # its moments are zero
+    theirs.step()
+    own.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    weights = OptimizerWeights(model, own, AveragedStates(model, own))
+    with weights.following(has_new_state=True), torch.no_grad():
+        for parameter, given in zip(model.parameters(), trained.parameters(), strict=True):
+            parameter.copy_(given)
+    own.step()  # without gradients
+    assert all(map(torch.equal, model.parameters(), trained.parameters()))

@@ -336,6 +336,7 @@ class _WaitingRequests:
     def __init__(self, services: Any) -> None:
         self.requests: deque[Envelope[Ask]] = deque()
         self.done: set[int] = set()
+        self._gone = services.gone
         to_server, to_clients = scopes(services.rank, _NAME)
         self.channel: Channel[Any] = services.open_channel(
             Ask | Answer,
@@ -350,6 +351,8 @@ class _WaitingRequests:
     def begin_run(self) -> None:
         """Let the ranks that have ended the last run take part in a new run."""
         self.done.clear()
+        for rank in {envelope.source for envelope in self.requests} & set(self._gone):
+            self._drop_requests(rank)
 
     @property
     def has_next(self) -> bool:

@@ -7,7 +7,7 @@ in an unknown way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -228,15 +228,21 @@ def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def not_contained(copies: Sequence[Copy], state: Any) -> list[Copy]:
-    """Return the copies whose tensors an optimizer's ``state_dict`` does not contain.
+def not_contained(copies: Sequence[Copy], optimizer: Any) -> list[Copy]:
+    """Return the copies whose tensors the ``state_dict`` of an optimizer does not contain.
 
-    If it contains none of them in the same memory, it may have copied its tensors, and their values are compared.
+    If it shares no memory with the optimizer's state, it has copied its tensors, and their values are compared.
     """
-    leaves = [each for each in map(local_part, _leaves(state, 8)) if each.layout is torch.strided]
+    leaves = _strided(_leaves(optimizer.state_dict(), 8))
+    own = _strided(_leaves([list(each.state.values()) for each in wrapped_optimizers(optimizer)], 5))
     storages = {each.untyped_storage().data_ptr() for each in leaves}
-    left = [copy for copy in copies if copy.tensor.untyped_storage().data_ptr() not in storages]
-    return left if len(left) < len(copies) else [copy for copy in copies if not _has_values(leaves, copy.tensor)]
+    if not own or any(each.untyped_storage().data_ptr() in storages for each in own):
+        return [copy for copy in copies if copy.tensor.untyped_storage().data_ptr() not in storages]
+    return [copy for copy in copies if not _has_values(leaves, copy.tensor)]
+
+
+def _strided(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [each for each in map(local_part, tensors) if each.layout is torch.strided and each.numel()]
 
 
 def _has_values(leaves: Sequence[Tensor], tensor: Tensor) -> bool:

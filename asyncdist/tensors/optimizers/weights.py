@@ -151,7 +151,7 @@ class OptimizerWeights:
         self._warn_of_another()
         copies = self._copies()
         if has_new_state:
-            copies = not_contained(copies, self.optimizer.state_dict())
+            copies = not_contained(copies, self.optimizer)
         before = {
             id(copy.parameter): local_part(copy.parameter).detach().clone() for copy in copies if copy.kind == "origin"
         }
