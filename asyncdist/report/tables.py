@@ -143,7 +143,7 @@ def _only_written(
 ) -> list[Path]:
     """Return the files of the written tables. Remove the other tables, which an earlier export has written.
 
-    Files of the same name with other columns belong to somebody else, and are kept.
+    A file of the same name with other columns is not an exported table, and is kept.
     """
     for table in (*KINDS, "ranks"):
         path = folder / f"{table}.{suffix}"

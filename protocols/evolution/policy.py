@@ -204,7 +204,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
             self.optimizer.step()
 
     def _compare_settings(self, donor: int, settings: int) -> None:
-        """Log a warning, once, if the optimizer's settings differ from those of a donor."""
+        """If the optimizer's settings differ from those of a donor, log a warning. Log it only once."""
         if self._settings in (None, settings) or self._has_warned_of_settings:
             return
         self._has_warned_of_settings = True

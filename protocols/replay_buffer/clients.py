@@ -66,7 +66,7 @@ class EarlyClients:
         refuse_grant(self._services, envelope)
 
     def take(self, name: str) -> list[Envelope[ReplayMessage]]:
-        """Remove and return the ``Open`` messages for the buffer ``name``, except those of lost processes."""
+        """Remove the ``Open`` messages for the buffer ``name``, and return those whose senders are not lost."""
         gone, restarted = self._services.gone, self._services.restarted
         return [
             envelope

@@ -505,7 +505,7 @@ class Supervised:
 
     def _start(self, rank: int, variables: Mapping[str, str]) -> Rank:
         if self.is_memory_short:
-            raise LaunchError(f"rank {rank} cannot be started: {'no memory'}")
+            raise LaunchError(f"rank {rank} cannot be started: no memory")
         self.started.append((rank, variables[environment.INCARNATION_VARIABLE]))
         process = Rank(rank, self.events)
         process.ends(0)

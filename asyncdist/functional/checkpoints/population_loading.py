@@ -128,7 +128,10 @@ async def load_population(
 
 
 async def _choice(path: Path, members: Group) -> tuple[str, str]:
-    """Return the result of :func:`_choose` on the first member, or an empty text and why there is no checkpoint."""
+    """Return the result of :func:`_choose` on the first member, and two empty strings on the others.
+
+    If there is no checkpoint, return an empty string and the error's text.
+    """
     try:
         return _choose(path, members.size) if members.index == 0 else ("", "")
     except FileNotFoundError as error:  # Every rank raises this error, so that all may start anew.
