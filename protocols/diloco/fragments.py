@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import validation
@@ -80,7 +80,12 @@ def _balanced(entries: Sequence[Entry], count: int) -> tuple[tuple[int, ...], ..
 
 
 def _listed(entries: Sequence[Entry], count: int, lists: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    places = [_listed_place(entry, lists) for entry in entries]
+    listed: dict[str, set[int]] = {}
+    for place, names in enumerate(lists):
+        for name in names:
+            for given in (name, plain_name(name)):
+                listed.setdefault(given, set()).add(place)
+    places = [_listed_place(entry, listed) for entry in entries]
     empty = sorted(set(range(count)) - set(places))
     if empty:
         raise ValueError(
@@ -90,11 +95,11 @@ def _listed(entries: Sequence[Entry], count: int, lists: Sequence[Sequence[str]]
     return _gathered(places, count)
 
 
-def _listed_place(entry: Entry, lists: Sequence[Sequence[str]]) -> int:
+def _listed_place(entry: Entry, listed: Mapping[str, set[int]]) -> int:
     found: dict[int, str] = {}
     for name in entry.names:
-        for place, prefixes in enumerate(lists):
-            if any(_is_within(name.removeprefix(STATE_PREFIX), prefix) for prefix in prefixes):
+        for enclosing in _enclosing_names(name.removeprefix(STATE_PREFIX)):
+            for place in listed.get(enclosing, ()):
                 found.setdefault(place, name)
     if not found:
         raise ValueError(f"fragment_pattern must name each of the model's tensors, but no list has {entry.names[0]!r}")
@@ -109,13 +114,12 @@ def _listed_place(entry: Entry, lists: Sequence[Sequence[str]]) -> int:
     return next(iter(found))
 
 
-def _is_within(name: str, prefix: str) -> bool:
-    """Return whether ``prefix`` names a tensor or its module. "h.1" does not contain "h.10.bias".
-
-    Names of compiled modules may lack the wrapper of `torch.compile`.
-    """
-    both = (name, prefix), (plain_name(name), plain_name(prefix))
-    return any(own == given or own.startswith(f"{given}.") for own, given in both)
+def _enclosing_names(name: str) -> Iterator[str]:
+    """Yield the names of a tensor and of the modules that it is in, also without the wrappers of `torch.compile`."""
+    for known in {name, plain_name(name)}:
+        parts = known.split(".")
+        for length in range(1, len(parts) + 1):
+            yield ".".join(parts[:length])
 
 
 def warn_of_iterates(entries: Sequence[Entry], options: str) -> None:
