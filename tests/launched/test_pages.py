@@ -18,6 +18,7 @@ FILES = {"python", "diff"}
 LONG = {
     f"docs/{name}.md"
     for name in (
+        "diloco",
         "figures",
         "integrations",
         "population_training",

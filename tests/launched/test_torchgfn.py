@@ -134,8 +134,9 @@ def test_a_ported_script_under_mpirun() -> None:
 
 
 @pytest.mark.mpi  # the script imports modules that import mpi4py
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lib", ["mpi", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.mark.parametrize("lib", ["mpi", "torch"])
 def test_a_ported_script_on_torch(lib: str) -> None:
     check(
         torchrun.run_ranks(5, SCRIPT, "--lib", lib, timeout_s=240, env=warm_environment()).check().reports,
