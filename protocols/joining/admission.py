@@ -1,7 +1,7 @@
 """Admits restarted ranks (*newcomers*) to a running policy, with the whole state of the policy's leader.
 
 A newcomer finds the policy through the dispatcher that all policies of a rank share
-(:mod:`protocols.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the newcomer at
+(:mod:`protocols.joining.dispatcher`). The leader copies its state inside its next ``step``, and admits the newcomer at
 the same moment. The newcomer's first round is therefore the round after this state. Newcomers are admitted one at a
 time.
 
@@ -22,10 +22,17 @@ from asyncdist import AsyncdistError, RankLostError, StartTimeoutError
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
-from asyncdist.protocols.joining.dispatcher import PolicyDispatcher
+from asyncdist.protocols.joining.dispatcher import (
+    ASK_AGAIN_S,
+    PolicyDispatcher,
+    Refusal,
+    Request,
+    Welcome,
+    digest_of,
+    key_of,
+)
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.messages import Declined, Waiting
-from asyncdist.protocols.joining.newcomers import ASK_AGAIN_S, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import StateTransfer, copied, state_nbytes_max, unpacked
 from asyncdist.waits import WaitId, WaitKind

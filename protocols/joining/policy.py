@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Final
 
 from asyncdist import AsyncdistError, ClosedError, LateError, LocalProtocolError, RankLostError
 from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
+from asyncdist.protocols.joining.dispatcher import Welcome
 from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.newcomers import Welcome
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import check_sendable, cloned

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.messaging import wire
-from asyncdist.protocols.joining.newcomers import Welcome
+from asyncdist.protocols.joining.dispatcher import Welcome
 
 
 class PolicyScopes:

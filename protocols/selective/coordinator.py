@@ -37,8 +37,8 @@ from asyncdist.protocols.selective.messages import (
     Report,
     ReportAcknowledged,
 )
-from asyncdist.protocols.selective.round.plan import unpack_freeze, unpack_plan
-from asyncdist.protocols.selective.round.state import Send
+from asyncdist.protocols.selective.plan import unpack_freeze, unpack_plan
+from asyncdist.protocols.selective.roster import Send
 from asyncdist.protocols.selective.rounds import RoundCoordinator
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics

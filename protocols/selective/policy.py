@@ -44,8 +44,7 @@ from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
-from asyncdist.protocols.selective.islands.migration import Migration
-from asyncdist.protocols.selective.islands.visit import Visits
+from asyncdist.protocols.selective.islands.migration import Migration, Visits
 from asyncdist.protocols.selective.joining.state_receiver import StateReceiver
 from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
@@ -60,10 +59,12 @@ from asyncdist.protocols.selective.messages import (
     Rejoin,
     ReportAcknowledged,
 )
-from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorTracker, CoordinatorView
-from asyncdist.protocols.selective.roles.member_channels import MemberChannels
-from asyncdist.protocols.selective.roles.member_roles import MemberRoles
-from asyncdist.protocols.selective.roles.reporter import Reporter
+from asyncdist.protocols.selective.roles.member_channels import (
+    CoordinatorTracker,
+    CoordinatorView,
+    MemberChannels,
+)
+from asyncdist.protocols.selective.roles.member_roles import MemberRoles, Reporter
 from asyncdist.protocols.selective.roles.resources import RoleResources
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics

@@ -9,13 +9,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend
-from asyncdist.protocols.selective.departures import Departures
 from asyncdist.protocols.selective.islands.migrants import Migrants
-from asyncdist.protocols.selective.joining.admission import Newcomers
+from asyncdist.protocols.selective.lifecycle import Round, RoundLifecycle
 from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin
-from asyncdist.protocols.selective.roster import Roster
-from asyncdist.protocols.selective.round.lifecycle import RoundLifecycle
-from asyncdist.protocols.selective.round.state import Member, Round, Send, as_record, values_of
+from asyncdist.protocols.selective.roster import Departures, Member, Newcomers, Roster, Send, as_record, values_of
 from asyncdist.protocols.selective.selection import SelectiveRules, decide
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, History
 from asyncdist.protocols.selective.waiting import PLAUSIBLE_MAX_S, Patience, plausible_s

@@ -36,8 +36,8 @@ from protocols.joining import dispatcher
 from protocols.selective import succession
 from protocols.selective.leadership import Leadership
 from protocols.selective.messages import Joined, PackedAssign
+from protocols.selective.plan import Plan
 from protocols.selective.roles.member_channels import MemberChannels
-from protocols.selective.round.plan import Plan
 
 STEP_S = 0.01
 EVERY = 5

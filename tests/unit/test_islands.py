@@ -16,7 +16,7 @@ from protocols.selective.islands.layout import Island, IslandOptions, by_host
 from protocols.selective.islands.migrants import GUEST_COUNT_MAX
 from protocols.selective.islands.migration import Migration
 from protocols.selective.messages import Assign, End, Frozen, Joined
-from protocols.selective.round.state import Send
+from protocols.selective.roster import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import decide, reducers_of
 

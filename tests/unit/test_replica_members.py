@@ -17,7 +17,7 @@ from protocols.selective.member import (
     TakeSnapshot,
 )
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen
-from protocols.selective.roles.coordinator_tracking import ReportedCoordinator
+from protocols.selective.roles.member_channels import ReportedCoordinator
 from protocols.selective.roles.member_roles import MemberRoles
 
 #: Ranks of three replicas of two ranks: each leader, and the other rank of its replica.

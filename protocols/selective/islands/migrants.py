@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from asyncdist.protocols.ranking import order_worst_first
 from asyncdist.protocols.selective.messages import End, Joined
-from asyncdist.protocols.selective.round.state import Member, ReportRecord, Send
+from asyncdist.protocols.selective.roster import Member, ReportRecord, Send
 from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, plausible_s
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncdist import AsyncdistError
-from asyncdist.protocols.joining.newcomers import Application
+from asyncdist.protocols.joining.dispatcher import Application
 from asyncdist.protocols.joining.state_transfer import (
     StateSizeError,
     StateTransfer,

@@ -1,13 +1,19 @@
 """Passes events to a member's state machine, and executes its instructions to send, receive or apply weights.
 
 Events are messages from the coordinator, training steps, and the ends of copies and exchanges. The objects that execute
-the instructions do not depend on the state machine.
+the instructions do not depend on the state machine. :class:`RoundEvents` derives the events for the user's ``on_event``
+callback from the instructions. They wait in :class:`UserEvents` until the next step.
+
+Invariant: Each :class:`RoleAssigned` is followed by an :class:`AverageApplied`, :class:`RoundEnded` or
+:class:`RoundAbandoned` of the same round before the next :class:`RoleAssigned`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
+import zlib
 from typing import assert_never
 
 from asyncdist import AsyncdistError
@@ -15,6 +21,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.state_transfer import StateTransfer
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.selective.member import (
+    DONOR_STATES,
     AddUp,
     Apply,
     Discard,
@@ -34,20 +41,75 @@ from asyncdist.protocols.selective.member import (
     TakeSnapshot,
     Withdraw,
 )
-from asyncdist.protocols.selective.messages import Assign, End, Frozen
-from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorView
+from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline, End, Frozen, Report
 from asyncdist.protocols.selective.roles.donor import Copy, Donor
 from asyncdist.protocols.selective.roles.exchange import Exchange
-from asyncdist.protocols.selective.roles.member_channels import MemberChannels
-from asyncdist.protocols.selective.roles.reducer import Reducer
-from asyncdist.protocols.selective.roles.relay import Relay
+from asyncdist.protocols.selective.roles.member_channels import CoordinatorTracker, CoordinatorView, MemberChannels
+from asyncdist.protocols.selective.roles.reducer import Reducer, Relay
 from asyncdist.protocols.selective.roles.replacer import Replacer
 from asyncdist.protocols.selective.roles.resources import RoleResources
-from asyncdist.protocols.selective.roles.round_events import RoundEvents
-from asyncdist.protocols.step_info import CoordinatorChanged, StepInfo
+from asyncdist.protocols.step_info import (
+    CoordinatorChanged,
+    RoleAssigned,
+    RoundAbandoned,
+    RoundEnded,
+    StepInfo,
+    UserEvents,
+)
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.roles.member_roles")
+
+
+class RoundEvents:
+    """Creates a member's events: a role was assigned, or the role's round has ended or was abandoned.
+
+    Args:
+        island: Number of the other island that assigns the roles, or -1 for this rank's own island.
+    """
+
+    def __init__(self, member: RoundMember, pending: UserEvents, island: int = -1) -> None:
+        self._member = member
+        self._pending = pending
+        self._island = island
+        self._role, self._round = "", 0  # role and round of the last RoleAssigned event, until the role ends
+
+    def note(self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = "") -> None:
+        """Create the user's events for instructions that the member's state machine has returned.
+
+        Args:
+            assign, round: Assignment that has caused the instructions, if any, and its round.
+            reason: Reason for the end of the round, if the end has caused the instructions.
+        """
+        declined: dict[int, str] = {}
+        for instruction in instructions:
+            match instruction:
+                case SendToCoordinator(Decline(why_declined), declined_round):
+                    declined[declined_round] = why_declined
+                case SendToCoordinator(Applied(), self._round):
+                    self._role, self._round = "", 0  # the replacer itself creates the AverageApplied event
+        if self._role == DONOR and not self._is_donor() and self._round not in declined:
+            why = reason or (f"round {round} began" if round else "the policy ended")
+            self._end(RoundEnded(self._round, why, self._island))
+        for discard in instructions:
+            if isinstance(discard, Discard):
+                self._abandon(discard.round, discard.reason)
+        if assign is not None and not (assign.admits and assign.role != DONOR):  # a restarted rank makes no steps yet
+            self._role, self._round = assign.role, round
+            self._pending.add(RoleAssigned(round, assign.role, assign.donors, assign.replacers, self._island))
+        for number, why in declined.items():
+            self._abandon(number, why)
+
+    def _is_donor(self) -> bool:
+        return self._member.round == self._round and self._member.state in DONOR_STATES
+
+    def _abandon(self, round: int, reason: str) -> None:
+        if self._role and round == self._round:
+            self._end(RoundAbandoned(round, reason, self._island))
+
+    def _end(self, event: RoundEnded | RoundAbandoned) -> None:
+        self._role, self._round = "", 0
+        self._pending.add(event)
 
 
 class MemberRoles:
@@ -313,3 +375,43 @@ class MemberRoles:
                 self.relay.stop()
             case unknown:
                 assert_never(unknown)
+
+
+class Reporter:
+    """Sends one member's metric and the duration of its steps to the coordinator."""
+
+    def __init__(
+        self,
+        services: Services,
+        channels: MemberChannels,
+        tracker: CoordinatorTracker,
+        member: RoundMember,
+        call: int,
+        *,
+        hostname: str,
+    ) -> None:
+        self._services = services
+        self._channels = channels
+        self._tracker = tracker
+        self._member = member
+        self._host = zlib.crc32(hostname.encode(errors="replace"))
+        self.report_count = self.nonfinite_count = 0
+        self.begin(call)
+
+    def begin(self, call: int) -> None:
+        """Restart the measurement of step times, as if step ``call - 1`` had just sent a report."""
+        self._reported_at, self._reported_call = self._services.time(), call - 1
+
+    def report(self, iteration: int, call: int, value: float) -> None:
+        """Send a report with this metric to the coordinator, if there is one."""
+        now = self._services.time()
+        interval_s = now - self._reported_at
+        step_s = interval_s / max(1, call - self._reported_call)
+        self._reported_at, self._reported_call = now, call
+        asks = self._tracker.on_report(call, interval_s)
+        self._member.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
+        self.report_count += 1
+        self.nonfinite_count += not math.isfinite(value)
+        coordinator = self._tracker.coordinator
+        if coordinator is not None:
+            self._channels.report(report, coordinator)

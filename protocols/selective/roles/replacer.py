@@ -5,7 +5,7 @@
 1. :meth:`Replacer.ask`, when the coordinator assigns the role.
 2. :meth:`Replacer.receive`, in a task, when the round's donors no longer change. Each snapshot arrives as a stream, or
    is read from the donor's memory (:class:`~protocols.parameter_stream.receiver.SnapshotReceiver`). On the sharded
-   route, reducers send parts of the mean (:class:`~protocols.selective.roles.mean_receiver.MeanReceiver`).
+   route, reducers send parts of the mean (:class:`~protocols.selective.roles.exchange.MeanReceiver`).
 3. :meth:`Replacer.load_average` and :meth:`Replacer.announce`, in the next step.
 
 If the round is abandoned, :meth:`Replacer.discard` is called instead of the remaining methods.
@@ -20,8 +20,7 @@ from asyncdist.protocols.joining.state_transfer import StateTransfer, state_nbyt
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.protocols.selective.messages import Assign, Frozen
 from asyncdist.protocols.selective.roles.exchange import Exchange
-from asyncdist.protocols.selective.roles.reducer import Reducer
-from asyncdist.protocols.selective.roles.relay import Relay
+from asyncdist.protocols.selective.roles.reducer import Reducer, Relay
 from asyncdist.protocols.selective.roles.resources import RoleResources
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 

@@ -6,14 +6,15 @@ This module is part of the same state machine.
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+from asyncdist.protocols.ranking import order_worst_first
 from asyncdist.protocols.selective.islands.migrants import Migrants
-from asyncdist.protocols.selective.joining.admission import Newcomers
-from asyncdist.protocols.selective.messages import End
-from asyncdist.protocols.selective.roster import Roster
-from asyncdist.protocols.selective.round.state import ReportRecord, Round, Send, sends_of
+from asyncdist.protocols.selective.messages import End, PackedAssign, PackedFrozen
+from asyncdist.protocols.selective.plan import Freeze, Plan
+from asyncdist.protocols.selective.roster import Member, Newcomers, ReportRecord, Roster, Send, sends_of
 from asyncdist.protocols.selective.selection import Decision, SelectiveRules, reducers_of, sources_of
 from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from asyncdist.protocols.selective.waiting import Patience
@@ -21,6 +22,115 @@ from asyncdist.protocols.selective.waiting import Patience
 #: Maximum round number that is accepted from a member: half the 32-bit range of frame headers, so that numbers remain
 #: for later rounds.
 PLAUSIBLE_ROUND_MAX: Final = 2**31
+#: Limit for the time to send a donor's optimizer and policy state, as a multiple of the time for its weights. Both are
+#: counted in safe points (calls in which training code lets messages move).
+STATE_STREAM_COUNT_MAX: Final = 20
+#: Number of safe points that the stream of one part takes: `PART_CHUNK_COUNT` chunks with `WINDOW_COUNT` chunks in
+#: flight.
+_PART_SAFE_POINTS: Final = 8
+
+
+@dataclass(slots=True)
+class Round:
+    """A coordinator's record of the averaging round in progress.
+
+    Attributes:
+        judged: Report on which the decision is based, by rank with a role in the round.
+        waiting_donors, waiting_replacers: Donors and replacers whose answers have not arrived.
+        reducers: Reducers assigned at the start. Empty on the direct route.
+        sources: Rank from which each part is requested, by replacer that shares parts on its host.
+        ready: Iteration of the snapshot, by donor that is ready.
+        released: Ranks to which an `End` was sent.
+    """
+
+    number: int
+    began_at: float
+    decision: Decision
+    judged: dict[int, ReportRecord]
+    deadline: float
+    waiting_donors: set[int]
+    waiting_replacers: set[int]
+    reducers: tuple[int, ...] = ()
+    sources: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)
+    released: set[int] = field(default_factory=set)
+    frozen: bool = False
+    admits: bool = False
+    limit_at: float = math.inf  # time limit of a round that admits restarted ranks
+    state_safe_points: int = 0  # safe points to send a donor's optimizer and policy state
+
+    def start_messages(self, members: Mapping[int, Member]) -> list[Send]:
+        """Return the messages that assign each rank its role in this round."""
+        judged, named = self.judged, self.named
+        iterations = tuple([judged[rank].iteration for rank in named])
+        restarted = tuple([(rank, n) for rank in named if (n := members[rank].incarnation)])
+        who = tuple(named), self.decision.replacers, iterations, self.decision.best
+        plan = Plan(*who, self.admits, restarted, self.reducers, self.decision.parents).packed()
+        if not self.sources:
+            return sends_of(named, self.number, PackedAssign(plan))
+        of = {each: PackedAssign(plan, each) for each in {(), *self.sources.values()}}
+        return [Send(rank, self.number, of[self.sources.get(rank, ())]) for rank in named]
+
+    def freeze_messages(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
+        """Return the messages that list the final donors, for the ranks that average or adopt their weights.
+
+        A rank that is only a donor needs no message, because it answers every request.
+
+        Args:
+            metric_mode: `"max"` or `"min"`, to find the best remaining donor.
+            timeouts: Timeout in seconds of each rank that adopts the average.
+        """
+        weight_of = dict(zip(self.decision.donors, self.decision.weights, strict=True))
+        donors = tuple(sorted(self.ready))
+        weights = tuple([weight_of[rank] for rank in donors])
+        iterations = tuple([self.ready[rank] for rank in donors])
+        values = {rank: self.judged[rank].value for rank in donors}
+        best = order_worst_first(values, metric_mode)[-1] if donors else -1
+        reducers = tuple([rank for rank in self.reducers if rank in self.ready or rank in self.waiting_replacers])
+        freeze, longest_s = Freeze(donors, weights, iterations, best, reducers).packed(), max(timeouts.values())
+        of = {timeout_s: PackedFrozen(freeze, timeout_s) for timeout_s in {*timeouts.values()}}
+        return [Send(rank, self.number, of[timeouts.get(rank, longest_s)]) for rank in sorted({*timeouts, *reducers})]
+
+    @property
+    def named(self) -> list[int]:
+        """Ranks with a role in the round, in ascending order."""
+        return sorted(self.decision.donors + self.decision.replacers)
+
+    def timeouts_s(self, round_timeout_s: float, stream_safe_points: int) -> dict[int, float]:
+        """Return the timeout of each rank that adopts the average, in seconds from its receipt of `Frozen`.
+
+        The timeout is `round_timeout_s` plus the duration of the steps that messages wait for in the worst case. On the
+        direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each donor reads the
+        request in its next step, and the stream takes `stream_safe_points` steps of both ranks. Applying the average
+        takes one more step.
+
+        A newcomer also receives the size of the donor's optimizer and policy state, and then the state itself. It makes
+        no steps of its own. If the donors have offered their state, each replacer receives it in the same way, between
+        its steps.
+
+        On the sharded route, more steps may pass before a replacer requests missing parts from the donors. A reducer
+        needs one step to read `Frozen`, one to add up, and the steps of its own streams. A rank that fetches parts for
+        its host needs the same steps. The stream of a part has small chunks and takes at least `_PART_SAFE_POINTS`
+        steps.
+        """
+        count = stream_safe_points
+        judged = self.judged
+        donors_s = sum([judged[donor].step_s for donor in self.ready])
+        others_s = (1 + count) * donors_s
+        own_count = 1 + count * len(self.ready)
+        if self.admits or self.state_safe_points:
+            state_count = 3 + min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)
+            others_s += state_count * donors_s
+            own_count += 0 if self.admits else state_count
+        if self.reducers:
+            part_count = max(count, _PART_SAFE_POINTS)
+            others_s += (2 + part_count) * max(judged[rank].step_s for rank in self.reducers)
+            own_count += part_count
+        if self.sources:
+            others_s += (1 + count) * max(judged[rank].step_s for rank in self.sources)
+            own_count += count
+        shared_s = round_timeout_s + others_s
+        return {rank: shared_s + own_count * judged[rank].step_s for rank in sorted(self.waiting_replacers)}
 
 
 class RoundLifecycle:
