@@ -141,13 +141,10 @@ def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
 
 
 class WholeState(Protocol):
-    """Interface to save and restore a member's optimizer and policy state."""
+    """Interface to save a member's optimizer and policy state."""
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return the state as a tree of dicts, lists, tuples, numbers, strings and tensors."""
-
-    def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Load another member's state, and return the iteration at which this rank resumes."""
 
 
 class StateAdopter(Protocol):

@@ -28,8 +28,9 @@ from asyncdist.protocols.replica_averaging.members import FollowingMember, Leade
 from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
 from asyncdist.protocols.selective.messages import ControlMessage, Leave
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy, Membership
-from asyncdist.protocols.selective.roles.member_channels import CoordinatorView, MemberChannels, ReportedCoordinator
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
+from asyncdist.protocols.selective.succession import CoordinatorView, ReportedCoordinator
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import reshard
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from asyncdist import World, validation
 from asyncdist.messaging.services import Services
@@ -29,7 +31,10 @@ from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.policy import START
 from asyncdist.protocols.selective.coordinator import Coordinator
-from asyncdist.protocols.selective.islands.migration import GuestArrived, GuestLeft, Migration
+from asyncdist.protocols.selective.islands.migration import Migration
+from asyncdist.protocols.selective.member import RoundMember
+from asyncdist.protocols.selective.messages import Report
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
@@ -39,6 +44,7 @@ from asyncdist.protocols.selective.succession import (
     Follow,
     Inform,
     Nominate,
+    ReportedCoordinator,
     Steps,
     Succession,
     Watch,
@@ -109,11 +115,6 @@ class Leadership:
         services.on_returned(self._on_connected)
         if services.rank == coordinator:
             self._serve(epoch=0, members=[rank for rank in self._members if rank not in self._replaced])
-
-    @staticmethod
-    def listen(services: Services) -> None:
-        """Start to receive messages about coordinators, even before this rank's own start is complete."""
-        services.shared(PolicyDispatcher)
 
     def begin(self) -> None:
         """Handle the ranks that were lost or have left since all members agreed to start the policy."""
@@ -277,14 +278,13 @@ class Leadership:
 
     def _on_island_message(self, message: IslandMessage, source: int) -> None:
         assert self._migration is not None, "a message from another island has arrived, but there are no islands"
-        serving = self._serving
-        news = self._migration.on_message(message, source, is_serving=serving is not None)
-        if serving is not None:
-            match news:
-                case GuestArrived(rank, incarnation):
-                    serving.note_guest(rank, incarnation)
-                case GuestLeft(rank):
-                    serving.note_left(rank)
+        news = self._migration.on_message(message, source, is_serving=self._serving is not None)
+        if self._serving is not None and news is not None:
+            rank, incarnation = news
+            if incarnation is None:
+                self._serving.note_left(rank)
+            else:
+                self._serving.note_guest(rank, incarnation)
 
     def _serves_in(self, epoch: int) -> bool:
         return self._serving is not None and epoch <= self.epoch
@@ -365,6 +365,50 @@ class Leadership:
                 self._serving, self._served = None, coordinator.statistics()
                 if self._has_left:
                     self._close()
+
+
+#: Object through which a member finds and watches its coordinator, and may take over from it.
+CoordinatorTracker: TypeAlias = Leadership | ReportedCoordinator
+
+
+class Reporter:
+    """Sends one member's metric and the duration of its steps to the coordinator."""
+
+    def __init__(
+        self,
+        services: Services,
+        channels: MemberChannels,
+        tracker: CoordinatorTracker,
+        member: RoundMember,
+        call: int,
+        *,
+        hostname: str,
+    ) -> None:
+        self._services = services
+        self._channels = channels
+        self._tracker = tracker
+        self._member = member
+        self._host = zlib.crc32(hostname.encode(errors="replace"))
+        self.report_count = self.nonfinite_count = 0
+        self.begin(call)
+
+    def begin(self, call: int) -> None:
+        """Restart the measurement of step times, as if step ``call - 1`` had just sent a report."""
+        self._reported_at, self._reported_call = self._services.time(), call - 1
+
+    def report(self, iteration: int, call: int, value: float) -> None:
+        """Send a report with this metric to the coordinator, if there is one."""
+        now = self._services.time()
+        interval_s = now - self._reported_at
+        step_s = interval_s / max(1, call - self._reported_call)
+        self._reported_at, self._reported_call = now, call
+        asks = self._tracker.on_report(call, interval_s)
+        self._member.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
+        self.report_count += 1
+        self.nonfinite_count += not math.isfinite(value)
+        coordinator = self._tracker.coordinator
+        if coordinator is not None:
+            self._channels.report(report, coordinator)
 
 
 async def coordinate(

@@ -251,24 +251,6 @@ class RoundMember:
         unapplied_count: Number of complete averages that were discarded.
     """
 
-    __slots__ = (
-        "_adds_up",
-        "_applied_iteration",
-        "_frozen",
-        "_judged_iteration",
-        "abandoned",
-        "admitting",
-        "declined",
-        "is_joining",
-        "last_round",
-        "newest",
-        "reducing",
-        "round",
-        "state",
-        "unapplied_count",
-        "wants_step",
-    )
-
     def __init__(self) -> None:
         self.state = State.IDLE
         self.round = 0
@@ -392,13 +374,6 @@ class RoundMember:
         self._transition(Event.COPIED, round)
         return (OfferSnapshot(round, iteration), SendToCoordinator(Ready(iteration, state_safe_points), round))
 
-    def on_refused(self, round: int, reason: str) -> Instructions:
-        """Abandon a complete average, because the rest of the donor's state has not arrived."""
-        if self.state is not State.COMPLETE or self.round != round:
-            return ()
-        self._transition(Event.FAILED)
-        return (self._discard(round, reason), SendToCoordinator(Abandoned(reason), round))
-
     def on_averaged(self, round: int) -> bool:
         """Record that the average is complete. Return False if ``round`` has ended without it."""
         if self.state is not State.RECEIVING or self.round != round:
@@ -407,8 +382,8 @@ class RoundMember:
         return True
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Abandon the round, because its average could not be received."""
-        if self.state is not State.RECEIVING or self.round != round:
+        """Abandon the round, because its average could not be received, or cannot be applied."""
+        if self.state not in (State.RECEIVING, State.COMPLETE) or self.round != round:
             return ()
         self._transition(Event.FAILED)
         return (self._discard(round, reason), SendToCoordinator(Abandoned(reason), round))

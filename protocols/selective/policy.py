@@ -25,12 +25,19 @@ from typing import Any, Self, TypeVar, Unpack
 import torch
 from torch import nn
 
-from asyncdist import ClosedError, current_world, validation
+from asyncdist import AsyncdistError, ClosedError, current_world, validation
 from asyncdist.messaging import wire
 from asyncdist.protocols.declared import among, with_options
-from asyncdist.protocols.joining.dispatcher import PolicyDispatcher
+from asyncdist.protocols.joining.dispatcher import Application, PolicyDispatcher
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.protocols.joining.state_transfer import StateTransfer, check_sendable, cloned
+from asyncdist.protocols.joining.state_transfer import (
+    StateSizeError,
+    StateTransfer,
+    check_sendable,
+    cloned,
+    state_nbytes_max,
+    unpacked,
+)
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import (
     AveragingOptions,
@@ -45,8 +52,7 @@ from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.migration import Migration, Visits
-from asyncdist.protocols.selective.joining.state_receiver import StateReceiver
-from asyncdist.protocols.selective.leadership import Leadership
+from asyncdist.protocols.selective.leadership import CoordinatorTracker, Leadership, Reporter
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import (
     Admitted,
@@ -59,16 +65,12 @@ from asyncdist.protocols.selective.messages import (
     Rejoin,
     ReportAcknowledged,
 )
-from asyncdist.protocols.selective.roles.member_channels import (
-    CoordinatorTracker,
-    CoordinatorView,
-    MemberChannels,
-)
-from asyncdist.protocols.selective.roles.member_roles import MemberRoles, Reporter
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
+from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.roles.resources import RoleResources
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
-from asyncdist.protocols.selective.succession import Succession
+from asyncdist.protocols.selective.succession import CoordinatorView, Succession
 from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, StepInfo, UserEvents
 from asyncdist.tensors.optimizers.loading import load_named, named_state
@@ -164,22 +166,13 @@ class AsyncSelectiveAveragingPolicy(Ported):
         member, buffers = self._member, self._resources.buffers
         counts = SelectiveStatistics(
             iteration=self.iteration,
-            report_count=0,
-            nonfinite_metric_count=0,
-            snapshot_count=0,
-            replacement_count=0,
             abandoned=dict(member.abandoned),
             declined=dict(member.declined),
             unapplied_count=member.unapplied_count,
             last_round=member.last_round,
-            reduction_count=0,
             reasked_count=buffers.reasked_count,
-            sent_nbytes=0,
             received_nbytes=buffers.received_nbytes,
             read_nbytes=buffers.read_nbytes,
-            epoch=0,
-            coordinator_rank=None,
-            coordinator=None,
             island=None if self._island is None else self._island.index,
             migration_count=0 if self._visits is None else self._visits.snapshot_count,
             title=self._journal.title(),
@@ -253,7 +246,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     async def _start(self) -> None:
         self._own.begin()
-        Leadership.listen(self._services)
+        self._services.shared(PolicyDispatcher)  # receives messages about coordinators from now on
         meeting = self._joint_start.meeting
         with self._islands.hinting_at_islands():
             agreed = await self._agree()
@@ -315,7 +308,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         if self._island is None:
             return None
         self._visits = Visits(self._services, self._island, self._member, self._resources)
-        return Migration.open(self._world, self._island, self._islands, scopes, self._visits, succession)
+        return Migration(self._world, self._island, self._islands, scopes, self._visits, succession)
 
     def _new_roles(
         self, channels: MemberChannels, coordinator_view: CoordinatorView, states: StateTransfer
@@ -344,7 +337,6 @@ class AsyncSelectiveAveragingPolicy(Ported):
         # Other ranks must not count this rank as a member before it is admitted.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         check_sendable(self.model, self.optimizer)
-        Leadership.listen(self._services)
         values = self._agreed_values()
         application = self._services.shared(PolicyDispatcher).apply(self._members, values, self._start_timeout_s)
         try:
@@ -359,7 +351,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
             leadership = self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
             try:
                 leadership.note_welcome(welcome, coordinator)
-                await self._state_receiver().complete(application, leadership)
+                await self._complete_joining(application, leadership)
             except BaseException as error:
                 await self._stop(error)
                 raise
@@ -371,10 +363,38 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._services.is_admitted = True
         self._opened.reporter.begin(self._call_count)
 
-    def _state_receiver(self) -> StateReceiver:
-        roles, states = self._opened.roles, self._opened.states
-        nbytes = self._flat.nbytes
-        return StateReceiver(self._member, roles, states, self, self._journal, model_nbytes=nbytes)
+    async def _complete_joining(self, application: Application, leadership: Leadership) -> None:
+        """Repeat the admission request and receive members' states until this rank is admitted."""
+        member = self._member
+        while member.is_joining:
+            await application.until(lambda: not member.is_joining or member.state is State.COMPLETE)
+            welcome = application.take_welcome()
+            if welcome is not None:
+                leadership.note_welcome(*welcome)
+            if member.state is State.COMPLETE:
+                await self._take_state()
+                application.note_round()
+
+    async def _take_state(self) -> None:
+        """Receive the state of the member whose weights have arrived, and load both."""
+        roles, number = self._opened.roles, self._member.round
+        exchange, nbytes_max = roles.replacer.exchange, state_nbytes_max(self._flat.nbytes)
+        assert exchange is not None, f"round {number} is complete without an exchange"
+        try:
+            state = await self._opened.states.take(
+                exchange.donor, number, nbytes_max=nbytes_max, deadline=lambda: exchange.deadline
+            )
+            parts = unpacked(state)
+        except StateSizeError:
+            raise
+        except (AsyncdistError, TimeoutError) as error:
+            roles.abandon(number, f"the state of a member did not arrive: {error}")
+            return
+        if roles.replacer.exchange is not exchange or exchange.average is None:
+            return  # the round has ended, so its weights are no longer available
+        iteration = self.restore_whole_state(parts)
+        roles.take_whole_state(exchange, iteration)
+        self._journal.note_joined(number, iteration, exchange.donor)
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return this member's optimizer and policy state, which a restarted rank receives with the weights."""

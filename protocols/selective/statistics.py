@@ -140,7 +140,7 @@ class History:
                 self.stragglers[index] = (replace(straggler, offset_s=now - start), start)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveStatistics:
     """Counts of one member's reports, roles and transferred bytes.
 
@@ -170,22 +170,22 @@ class SelectiveStatistics:
     """
 
     iteration: int
-    report_count: int
-    nonfinite_metric_count: int
-    snapshot_count: int
-    replacement_count: int
+    report_count: int = 0
+    nonfinite_metric_count: int = 0
+    snapshot_count: int = 0
+    replacement_count: int = 0
     abandoned: Mapping[str, int]
     declined: Mapping[str, int]
-    unapplied_count: int
-    last_round: int
-    reduction_count: int
-    reasked_count: int
-    sent_nbytes: int
-    received_nbytes: int
-    read_nbytes: int
-    epoch: int
-    coordinator_rank: int | None
-    coordinator: CoordinatorStatistics | None
+    unapplied_count: int = 0
+    last_round: int = 0
+    reduction_count: int = 0
+    reasked_count: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    read_nbytes: int = 0
+    epoch: int = 0
+    coordinator_rank: int | None = None
+    coordinator: CoordinatorStatistics | None = None
     island: int | None = None
     migration_count: int = 0
     title: str = ""

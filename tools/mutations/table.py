@@ -164,7 +164,7 @@ MUTANTS: Final = (
         "float32-iterations",
         10,
         "the iteration of a report travels as float32",
-        "protocols/selective/roles/member_roles.py",
+        "protocols/selective/leadership.py",
         "        self._member.newest = report = Report(iteration, value, ",
         '        self._member.newest = report = Report(int(__import__("torch").tensor(float(iteration))), value, ',
     ),

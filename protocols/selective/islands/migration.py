@@ -13,10 +13,9 @@ island. It remains open for later rounds.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final
 
 from asyncdist import World
 from asyncdist.collectives.agreement.messages import first_two
@@ -29,9 +28,10 @@ from asyncdist.protocols.misuse import warn_of_first_weights
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import DONOR, Assign, End, Leave, PackedAssign
-from asyncdist.protocols.selective.roles.member_channels import CoordinatorView, MemberChannels, ReportedCoordinator
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.roles.resources import RoleResources
+from asyncdist.protocols.selective.succession import CoordinatorView, ReportedCoordinator
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 
 logger = logging.getLogger("protocols.selective.islands.migration")
@@ -52,11 +52,11 @@ class Visit:
         self._services = services
         self._known = island.ranks_of(index), island.population
         self._own = own
-        self._channels = MemberChannels(services, scopes)
+        self.channels = MemberChannels(services, scopes)
         self._coordinator_view = ReportedCoordinator()
-        self._member = RoundMember()
-        self._roles = MemberRoles(
-            services, self._member, self._channels, self._coordinator_view, resources, None, Journal(""), island=index
+        self.member = RoundMember()
+        self.roles = MemberRoles(
+            services, self.member, self.channels, self._coordinator_view, resources, None, Journal(""), island=index
         )
         services.on_gone(self._on_gone)
         services.spawn_service(self._listen(), name="visit to another island")
@@ -68,47 +68,24 @@ class Visit:
             return
         is_new = invitation.epoch > known.epoch
         if is_new or coordinator != known.coordinator:
-            self._roles.lose_coordinator("is replaced")
+            self.roles.lose_coordinator("is replaced")
         if is_new:
-            self._channels.enter_epoch(invitation.epoch)
+            self.channels.enter_epoch(invitation.epoch)
         known.follow(invitation.epoch, coordinator)
-        self._channels.admit(coordinator)
+        self.channels.admit(coordinator)
         if self._own.newest is not None:
-            self._roles.carry_out((self._member.joined(self._own.newest, self._services.incarnation),))
-
-    @property
-    def wants_step(self) -> bool:
-        """True if the next step must copy the weights for the other island."""
-        return self._member.wants_step
-
-    def on_step(self, iteration: int) -> None:
-        """Copy the weights for the other island if a copy is due."""
-        self._roles.step(iteration)
-
-    def leave(self) -> None:
-        """Start to leave the other island, but keep a finished copy of the weights until its round has ended."""
-        self._roles.leave()
+            self.roles.carry_out((self.member.joined(self._own.newest, self._services.incarnation),))
 
     def close(self) -> None:
         """Stop sending weights to the other island, and close the channels."""
-        self._roles.finish()
+        self.roles.finish()
         self._services.off_gone(self._on_gone)
-        self._channels.close()
+        self.channels.close()
 
     @property
     def is_quiet(self) -> bool:
         """True if the other island does not currently use this rank's weights."""
-        return self._member.state is State.OUT or not self._roles.is_sending
-
-    @property
-    def snapshot_count(self) -> int:
-        """Number of copies of the weights that were sent to the other island."""
-        return self._roles.donor.snapshot_count
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Number of bytes sent to the other island."""
-        return self._channels.server.sent_nbytes
+        return self.member.state is State.OUT or not self.roles.is_sending
 
     def _on_gone(self, rank: int) -> None:
         if rank == self._coordinator_view.coordinator:
@@ -118,19 +95,19 @@ class Visit:
         """End this rank's role in the other island if ``rank``, which is lost or has stopped, coordinates it."""
         if rank == self._coordinator_view.coordinator:
             self._coordinator_view.follow(self._coordinator_view.epoch, None)
-            self._roles.lose_coordinator("is gone")
+            self.roles.lose_coordinator("is gone")
 
     async def _listen(self) -> None:
-        async for envelope in self._channels.control:
+        async for envelope in self.channels.control:
             if envelope.source != self._coordinator_view.coordinator:
                 continue
             match envelope.message:
                 case PackedAssign() as packed if (assign := packed.opened(self._services.rank)) and self._is_donor_role(
                     assign
                 ):
-                    self._roles.on_message(replace(assign, part=-1, sources=()), envelope.round)
+                    self.roles.on_message(replace(assign, part=-1, sources=()), envelope.round)
                 case End() as end:
-                    self._roles.on_message(end, envelope.round)
+                    self.roles.on_message(end, envelope.round)
                 case Leave():
                     self._lose_coordinator(envelope.source)
                 case other:
@@ -165,30 +142,26 @@ class Visits:
         """Accept an invitation to send weights to another island. Return False if this rank is leaving."""
         if self._is_leaving:
             return False
-        index = self._island.index_of(coordinator)
-        visit = self._visits.get(invitation.to_members)
-        if visit is None:
-            visit = self._visits[invitation.to_members] = self._open_visit(index, invitation)
-        visit.on_invitation(invitation, coordinator)
+        island, key = self._island, invitation.to_members
+        if key not in self._visits:
+            scopes = PolicyScopes.of_numbers(key, invitation.to_coordinator)
+            index = island.index_of(coordinator)
+            assert index != island.index, f"island {index} invites a rank of its own, {island}"
+            self._visits[key] = Visit(self._services, scopes, island, index, self._own, self._resources)
+        self._visits[key].on_invitation(invitation, coordinator)
         return True
-
-    def _open_visit(self, index: int, invitation: Invitation) -> Visit:
-        island = self._island
-        assert index != island.index, f"island {index} invites a rank of its own, {island}"
-        scopes = PolicyScopes.of_numbers(invitation.to_members, invitation.to_coordinator)
-        return Visit(self._services, scopes, island, index, self._own, self._resources)
 
     def on_step(self, iteration: int) -> None:
         """Copy the weights for each other island for which a copy is due."""
         for visit in self._visits.values():
-            if visit.wants_step:
-                visit.on_step(iteration)
+            if visit.member.wants_step:
+                visit.roles.step(iteration)
 
     def leave(self) -> None:
         """Start to leave all other islands, and decline later invitations."""
         self._is_leaving = True
         for visit in self._visits.values():
-            visit.leave()
+            visit.roles.leave()
 
     def close(self) -> None:
         """Stop sending weights to other islands, and close the channels."""
@@ -203,89 +176,48 @@ class Visits:
     @property
     def snapshot_count(self) -> int:
         """Number of copies of the weights that were sent to other islands."""
-        return sum(visit.snapshot_count for visit in self._visits.values())
+        return sum(visit.roles.donor.snapshot_count for visit in self._visits.values())
 
     @property
     def sent_nbytes(self) -> int:
         """Number of bytes sent to other islands."""
-        return sum(visit.sent_nbytes for visit in self._visits.values())
+        return sum(visit.channels.server.sent_nbytes for visit in self._visits.values())
 
 
 #: Maximum number of islands, drawn at random or along the ring, that are searched for a live rank.
 _TARGET_COUNT_MAX: Final = 64
 
 
-class GuestArrived(NamedTuple):
-    """Instruction to the coordinator: invite a rank of another island to send its weights."""
-
-    rank: int
-    incarnation: int
-
-
-class GuestLeft(NamedTuple):
-    """Instruction to the coordinator: forget a rank of another island that has left the policy."""
-
-    rank: int
-
-
-#: Instruction to this island's coordinator if it runs on this rank.
-GuestNews: TypeAlias = GuestArrived | GuestLeft
-
-
 class Migration:
     """Sends and receives one rank's messages to other islands (groups of ranks that average separately).
 
     Args:
-        draw: Random generator that chooses destination islands, or None for the ring.
+        coordinator_view: Knows this island's coordinator.
     """
 
     def __init__(
         self,
-        services: Services,
-        island: Island,
-        policy: int,
-        digest: str,
-        marks: tuple[int, ...],
-        *,
-        draw: random.Random | None,
-        visits: Visits,
-        coordinator_view: CoordinatorView,
-    ) -> None:
-        self._services = services
-        self._island = island
-        self._policy = policy
-        self._digest = digest
-        self._marks = marks
-        self._draw = draw
-        self._visits: Visits | None = visits
-        self._coordinator_view = coordinator_view
-        self._absent: dict[int, int] = {}  # ranks of other islands that have left the policy, and their restarts
-        self._sent: tuple[Emigrant, int] | None = None  # newest announcement of a member's weights, and its receiver
-        self._has_warned = False
-        self.is_first = island.index == 0
-        self._dispatcher = services.shared(PolicyDispatcher)
-
-    @classmethod
-    def open(
-        cls,
         world: World,
         island: Island,
         options: IslandOptions,
         scopes: PolicyScopes,
         visits: Visits,
         coordinator_view: CoordinatorView,
-    ) -> Migration:
-        """Create the object from the island options and channel numbers of a policy."""
-        return cls(
-            world.services,
-            island,
-            scopes.between,
-            digest_of((), scopes.values),
-            scopes.marks,
-            draw=world.generator(f"migration {scopes.between}") if options.migration == "random" else None,
-            visits=visits,
-            coordinator_view=coordinator_view,
-        )
+    ) -> None:
+        self._services = world.services
+        self._island = island
+        self._policy = scopes.between
+        self._digest = digest_of((), scopes.values)
+        self._marks = scopes.marks
+        is_random = options.migration == "random"
+        self._draw = world.generator(f"migration {scopes.between}") if is_random else None  # None for the ring
+        self._visits: Visits | None = visits
+        self._coordinator_view = coordinator_view
+        self._absent: dict[int, int] = {}  # ranks of other islands that have left the policy, and their restarts
+        self._sent: tuple[Emigrant, int] | None = None  # newest announcement of a member's weights, and its receiver
+        self._has_warned = False
+        self.is_first = island.index == 0
+        self._dispatcher = self._services.shared(PolicyDispatcher)
 
     def leave(self) -> None:
         """Decline all later invitations, because this rank leaves the policy. It may still coordinate its island."""
@@ -322,8 +254,16 @@ class Migration:
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    def on_message(self, message: IslandMessage, source: int, *, is_serving: bool) -> GuestNews | None:
-        """Handle a message from another island. Return an instruction for the coordinator if it runs on this rank."""
+    def on_message(self, message: IslandMessage, source: int, *, is_serving: bool) -> tuple[int, int | None] | None:
+        """Handle a message from another island.
+
+        Args:
+            is_serving: Whether the coordinator of this island runs on this rank.
+
+        Returns:
+            Rank and incarnation of a guest, which the coordinator must invite; the rank of a guest that has left the
+            policy, and None; or None without news for the coordinator.
+        """
         if not self._island.is_in_other_island(source) and not isinstance(message, Emigrant):
             logger.debug("rank %d, which is not in another island, sent a %s", source, type(message).__name__)
             return None
@@ -334,11 +274,14 @@ class Migration:
                 if self._visits is None or not self._visits.on_invitation(message, source):
                     self._dispatcher.send(Declined(self._policy), source)
             case Declined():
-                return self._on_declined(source, is_serving)
+                self._absent[source] = self._services.restarted.get(source, 0)
+                if is_serving and self._sent is not None and self._sent[1] == source:
+                    self._send(self._sent[0])
+                return (source, None) if is_serving else None
         return None
 
-    def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> GuestArrived | None:
-        """If this rank coordinates, return an instruction to invite the emigrant. Otherwise forward the message."""
+    def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> tuple[int, int] | None:
+        """If this rank coordinates, return the emigrant's rank and incarnation. Otherwise forward the message."""
         if not self._island.is_in_other_island(emigrant.rank):
             return None
         if emigrant.digest != self._digest:
@@ -351,7 +294,7 @@ class Migration:
             return None
         self._note_marks(emigrant.marks, is_serving)
         if is_serving:
-            return GuestArrived(emigrant.rank, emigrant.incarnation)
+            return emigrant.rank, emigrant.incarnation
         leader = self._coordinator_view.coordinator
         if leader not in (None, self._services.rank) and not emigrant.is_passed_on:
             self._dispatcher.send(replace(emigrant, is_passed_on=True), leader)
@@ -362,11 +305,3 @@ class Migration:
         known, self._marks = self._marks, first_two((self._marks, marks))
         if self.is_first and is_serving and len(known) < 2:
             warn_of_first_weights(self._marks)
-
-    def _on_declined(self, source: int, is_serving: bool) -> GuestLeft | None:
-        self._absent[source] = self._services.restarted.get(source, 0)
-        if not is_serving:
-            return None
-        if self._sent is not None and self._sent[1] == source:
-            self._send(self._sent[0])
-        return GuestLeft(source)

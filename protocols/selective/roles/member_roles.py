@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-import zlib
 from typing import assert_never
 
 from asyncdist import AsyncdistError
@@ -41,13 +39,14 @@ from asyncdist.protocols.selective.member import (
     TakeSnapshot,
     Withdraw,
 )
-from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline, End, Frozen, Report
+from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline, End, Frozen
 from asyncdist.protocols.selective.roles.donor import Copy, Donor
 from asyncdist.protocols.selective.roles.exchange import Exchange
-from asyncdist.protocols.selective.roles.member_channels import CoordinatorTracker, CoordinatorView, MemberChannels
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.reducer import Reducer, Relay
 from asyncdist.protocols.selective.roles.replacer import Replacer
 from asyncdist.protocols.selective.roles.resources import RoleResources
+from asyncdist.protocols.selective.succession import CoordinatorView
 from asyncdist.protocols.step_info import (
     CoordinatorChanged,
     RoleAssigned,
@@ -297,7 +296,7 @@ class MemberRoles:
 
     def abandon(self, round: int, reason: str) -> None:
         """Abandon the average of ``round``, whether complete or not, for ``reason``."""
-        self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
+        self.carry_out(self._member.on_failed(round, reason))
 
     def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
         """Load the received weights on a restarted rank that adopts another member's whole state."""
@@ -375,43 +374,3 @@ class MemberRoles:
                 self.relay.stop()
             case unknown:
                 assert_never(unknown)
-
-
-class Reporter:
-    """Sends one member's metric and the duration of its steps to the coordinator."""
-
-    def __init__(
-        self,
-        services: Services,
-        channels: MemberChannels,
-        tracker: CoordinatorTracker,
-        member: RoundMember,
-        call: int,
-        *,
-        hostname: str,
-    ) -> None:
-        self._services = services
-        self._channels = channels
-        self._tracker = tracker
-        self._member = member
-        self._host = zlib.crc32(hostname.encode(errors="replace"))
-        self.report_count = self.nonfinite_count = 0
-        self.begin(call)
-
-    def begin(self, call: int) -> None:
-        """Restart the measurement of step times, as if step ``call - 1`` had just sent a report."""
-        self._reported_at, self._reported_call = self._services.time(), call - 1
-
-    def report(self, iteration: int, call: int, value: float) -> None:
-        """Send a report with this metric to the coordinator, if there is one."""
-        now = self._services.time()
-        interval_s = now - self._reported_at
-        step_s = interval_s / max(1, call - self._reported_call)
-        self._reported_at, self._reported_call = now, call
-        asks = self._tracker.on_report(call, interval_s)
-        self._member.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
-        self.report_count += 1
-        self.nonfinite_count += not math.isfinite(value)
-        coordinator = self._tracker.coordinator
-        if coordinator is not None:
-            self._channels.report(report, coordinator)
