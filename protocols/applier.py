@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncdist.messaging.services import Services
@@ -36,6 +37,34 @@ class NewWeights:
     nbytes: int
     coordinator: int = -1
     route: str = ""
+
+
+def announce_average(
+    on_event: Callable[[AverageApplied], None] | None,
+    flat: FlatState,
+    snapshots: SnapshotPool,
+    iteration: int,
+    info: StepInfo,
+    weights: Sequence[float],
+    best: int | None = None,
+    versions: tuple[int, ...] = (),
+) -> None:
+    """Pass :class:`AverageApplied`, with this rank's new state, to the user's ``on_event`` callback, if there is one.
+
+    Args:
+        info: Result of the step.
+        best: Donor whose integer and bool entries were copied; None for the first donor, or -1 without donors.
+    """
+    if on_event is None:
+        return
+    state = snapshots.acquire()
+    try:
+        flat.snapshot(state)
+        best = (*info.donors, -1)[0] if best is None else best
+        facts = info.round, info.donors, tuple(weights), best, iteration
+        on_event(AverageApplied(*facts, state.by_name(), versions, info))
+    finally:
+        snapshots.release(state)
 
 
 class Applier:
@@ -82,12 +111,7 @@ class Applier:
 
     def announce(self, new: NewWeights, iteration: int, info: StepInfo) -> None:
         """Pass :class:`AverageApplied`, with this rank's new state, to the user's ``on_event`` callback."""
-        if not self._events.has_callback:
-            return
-        state = self._snapshots.acquire()
-        try:
-            self._flat.snapshot(state)
-            facts = new.round, new.donors, new.weights, new.best, iteration
-            self._events.deliver_now(AverageApplied(*facts, state.by_name(), new.versions, info))
-        finally:
-            self._snapshots.release(state)
+        on_event = self._events.deliver_now if self._events.has_callback else None
+        announce_average(
+            on_event, self._flat, self._snapshots, iteration, info, new.weights, best=new.best, versions=new.versions
+        )
