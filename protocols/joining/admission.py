@@ -222,37 +222,3 @@ class Admission:
             facts = scopes.policy, scopes.to_members, scopes.to_coordinator, 0, members
             self._dispatcher.send(Welcome(request.key, *facts), source)
             self._applicants[source] = request.incarnation, request.attempt
-
-
-def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the number of the newest policy with these values that this rank has left, or 0 if there is none."""
-    return services.shared(PolicyDispatcher).newest_left(key_of(ranks, values))
-
-
-async def welcomed(
-    services: Services,
-    ranks: Sequence[int],
-    values: Mapping[str, str],
-    timeout_s: float,
-    *,
-    left: int,
-    attempt: int,
-    replica_ranks: Sequence[int] = (),
-) -> tuple[Welcome, int]:
-    """Ask all members to admit this restarted rank. Return the leader's answer and rank.
-
-    Args:
-        left: Result of :func:`newest_left` before the first attempt to join.
-        attempt: Number of this attempt to join, from 1.
-        replica_ranks: Ranks of this rank's replica, which are not asked.
-
-    Raises:
-        ClosedError: All other ranks were restarted as well, so the policy is not running on any rank.
-        AsyncdistError: The policy has other values or has ended, or no leader has answered in time.
-    """
-    options = {"left": left, "attempt": attempt, "replica_ranks": replica_ranks}
-    application = services.shared(PolicyDispatcher).apply(ranks, values, timeout_s, **options)
-    try:
-        return await application.welcomed()
-    finally:
-        application.close()

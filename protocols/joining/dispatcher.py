@@ -8,11 +8,12 @@ numbers) for messages between newcomer and members.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from asyncdist import (
     AsyncdistError,
@@ -99,7 +100,7 @@ class Ambiguous:
     count: int
 
 
-AdmissionMessage: TypeAlias = Request | Welcome | Refusal | NotMember | Ambiguous
+Answer: TypeAlias = Welcome | Refusal | NotMember | Ambiguous
 
 
 def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
@@ -110,16 +111,6 @@ def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
 def digest_of(ranks: Sequence[int], values: Mapping[str, str]) -> str:
     """Return a digest of a policy's ranks, class, name, model and options."""
     return hashlib.sha256(repr((tuple(ranks), sorted(values.items()))).encode()).hexdigest()[:16]
-
-
-class RequestDispatcher(Protocol):
-    """Interface for sending admission requests and receiving the answers."""
-
-    def send(self, message: AdmissionMessage, dest: int) -> None:
-        """Send a message, or drop it if ``dest`` cannot be reached."""
-
-    def end_application(self, application: Application) -> None:
-        """Stop passing the answers to admission requests to ``application``."""
 
 
 class Application:
@@ -134,7 +125,7 @@ class Application:
     def __init__(
         self,
         services: Services,
-        dispatcher: RequestDispatcher,
+        dispatcher: PolicyDispatcher,
         ranks: Sequence[int],
         values: Mapping[str, str],
         timeout_s: float,
@@ -151,10 +142,9 @@ class Application:
         self._dispatcher = dispatcher
         self._timeout_s = timeout_s
         self._deadline = services.time() + timeout_s
-        self._not_members: set[int] = set()  # ranks whose answer to the newest request was NotMember
-        self._have_left: set[int] = set()  # ranks in `_not_members` that have left the policy
-        self._not_members_before: set[int] = set()  # `_not_members` of the request before the newest
-        self._had_left: set[int] = set()
+        # By rank whose answer to the newest request was NotMember: whether it has left the policy.
+        self._not_members: dict[int, bool] = {}
+        self._not_members_before: dict[int, bool] = {}  # the same for the request before the newest
         self._asked: set[int] = set()
         self._seen: set[int] = set()
         self._began_at = self._ask_again_at = services.time()
@@ -166,7 +156,7 @@ class Application:
     def _others(self) -> list[int]:
         return [rank for rank in self._ranks if rank not in self._services.gone]
 
-    def on_message(self, message: AdmissionMessage, source: int) -> None:
+    def on_message(self, message: Answer, source: int) -> None:
         """Handle an answer to this rank's admission request."""
         if self._answer_s is None:
             self._answer_s = self._services.time() - self._began_at
@@ -175,9 +165,7 @@ class Application:
                 self._welcome = message, source
                 self._deadline = self._services.time() + self._timeout_s
             case NotMember(_, has_ended):
-                self._not_members.add(source)
-                if has_ended:
-                    self._have_left.add(source)
+                self._not_members[source] = has_ended or self._not_members.get(source, False)
             case Ambiguous(_, count):
                 text = (
                     f"rank {source} is in {count} policies of this class and name, so it is unknown which of them this "
@@ -200,10 +188,6 @@ class Application:
         """Restart the timeout, because this rank has completed an attempt to receive a member's state."""
         self._deadline = self._services.time() + self._timeout_s
 
-    def close(self) -> None:
-        """Stop receiving answers to this rank's admission requests."""
-        self._dispatcher.end_application(self)
-
     async def welcomed(self) -> tuple[Welcome, int]:
         """Send requests until a coordinator has answered. Return the answer and the coordinator's rank."""
         await self.until(lambda: False)
@@ -224,11 +208,9 @@ class Application:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
             self._ask_again_at = now + max(ASK_AGAIN_S, min(waited_s, self._timeout_s / 2))
             self._asked.clear()
-            self._not_members_before, self._not_members = self._not_members, set()
-            self._had_left, self._have_left = self._have_left, set()
+            self._not_members_before, self._not_members = self._not_members, {}
         self._asked.intersection_update(others)
-        self._not_members.intersection_update(others)
-        self._have_left.intersection_update(others)
+        self._not_members = {rank: self._not_members[rank] for rank in others if rank in self._not_members}
         for rank in others:
             if rank not in self._asked:
                 self._asked.add(rank)
@@ -264,15 +246,16 @@ class Application:
             is_time_up = services.time() >= self._deadline
             # The policy may run on ranks that have connected since the last request, or that have not connected yet.
             others = self._others()
-            are_not_members = self._not_members.issuperset(others)
+            are_not_members = self._not_members.keys() >= set(others)
             is_running_nowhere = are_not_members and self._seen.issuperset(self._ranks)
-            if self._policy is None and self._have_left.intersection(others):
+            have_left = any(self._not_members.values())
+            if self._policy is None and any(self._not_members.get(rank) for rank in others):
                 is_running_nowhere = False  # ranks that have left this policy may still start the next policy
             if not (is_running_nowhere or is_time_up):
                 continue
             if is_time_up:  # the newest request may have been sent too recently for an answer
-                are_not_members = (self._not_members | self._not_members_before).issuperset(others)
-            have_left = self._have_left or (is_time_up and self._had_left)
+                are_not_members = (self._not_members | self._not_members_before).keys() >= set(others)
+                have_left = have_left or any(self._not_members_before.values())
             if are_not_members and (have_left or services.left_world().intersection(self._ranks)):
                 raise LateError("this rank comes too late: no other rank is still in this policy")
             if is_running_nowhere or (are_not_members and others):
@@ -292,8 +275,7 @@ class Application:
 
 SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
 IslandMessage: TypeAlias = Emigrant | Invitation | Declined
-NewcomerMessage: TypeAlias = Request | Waiting | Welcome | Refusal | NotMember | Ambiguous
-DispatcherMessage: TypeAlias = SuccessionMessage | IslandMessage | NewcomerMessage
+DispatcherMessage: TypeAlias = SuccessionMessage | IslandMessage | Request | Waiting | Answer
 
 #: Number of policies that a rank still knows after it has left them. Older policies are assumed to have no members.
 LEFT_COUNT_MAX: Final = 1024
@@ -355,16 +337,31 @@ class PolicyDispatcher:
         """Record that this rank is no longer a member of a policy. It may still coordinate it until :meth:`close`."""
         self._serving.add(policy)
 
-    def apply(self, ranks: Sequence[int], values: Mapping[str, str], timeout_s: float, **options: Any) -> Application:
-        """Return a new :class:`Application`, with these arguments, that requests this restarted rank's admission."""
-        options = {"left": self.newest_left(key_of(ranks, values)), **options}
-        application = Application(self._services, self, ranks, values, timeout_s, **options)
-        self._applications[application.key] = application
-        return application
+    @contextlib.contextmanager
+    def applying(
+        self,
+        ranks: Sequence[int],
+        values: Mapping[str, str],
+        timeout_s: float,
+        *,
+        left: int | None = None,
+        attempt: int = 0,
+        replica_ranks: Sequence[int] = (),
+    ) -> Iterator[Application]:
+        """In the body, pass answers to a new :class:`Application`, which requests this restarted rank's admission.
 
-    def end_application(self, application: Application) -> None:
-        """Stop passing the answers to admission requests to ``application``."""
-        self._applications.pop(application.key, None)
+        Args:
+            left: See :class:`Application`; None for the policy that was left last.
+        """
+        key = key_of(ranks, values)
+        left = self.newest_left(key) if left is None else left
+        facts = self._services, self, ranks, values, timeout_s
+        application = Application(*facts, left=left, attempt=attempt, replica_ranks=replica_ranks)
+        self._applications[key] = application
+        try:
+            yield application
+        finally:
+            self._applications.pop(key, None)
 
     def send(self, message: DispatcherMessage, dest: int) -> None:
         """Send a message, or drop it if ``dest`` cannot be reached. Callers repeat lost messages."""

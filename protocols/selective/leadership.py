@@ -449,7 +449,7 @@ async def coordinate(
         if key.startswith("option ")
     }
     rules = SelectiveRules(**{entry.name: options[entry.name] for entry in fields(SelectiveRules)})
-    scopes = PolicyScopes(ranks, agreed)
+    scopes = PolicyScopes.of_start(ranks, agreed)
     journal = Journal("")
     journal.begin_reserved(world.services)
     leadership = Leadership(

@@ -35,8 +35,6 @@ from asyncdist.protocols.joining.state_transfer import (
     StateTransfer,
     check_sendable,
     cloned,
-    state_nbytes_max,
-    unpacked,
 )
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import (
@@ -251,7 +249,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         with self._islands.hinting_at_islands():
             agreed = await self._agree()
         population = f"{self._group.key} {type(self).__name__} {self.name}"
-        scopes = PolicyScopes(meeting.ranks, agreed, population)
+        scopes = PolicyScopes.of_start(meeting.ranks, agreed, population)
         self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
@@ -338,28 +336,27 @@ class AsyncSelectiveAveragingPolicy(Ported):
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         check_sendable(self.model, self.optimizer)
         values = self._agreed_values()
-        application = self._services.shared(PolicyDispatcher).apply(self._members, values, self._start_timeout_s)
+        applying = self._services.shared(PolicyDispatcher).applying(self._members, values, self._start_timeout_s)
         try:
-            try:
-                welcome, coordinator = await application.welcomed()
-            except ClosedError:  # all other ranks were restarted as well, so no policy is running
-                if not was_admitted:
+            with applying as application:
+                try:
+                    welcome, coordinator = await application.welcomed()
+                except ClosedError:  # all other ranks were restarted as well, so no policy is running
+                    if not was_admitted:
+                        raise
+                    await self._start_among_newcomers()
+                    return
+                self._member.is_joining = True
+                leadership = self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
+                try:
+                    leadership.note_welcome(welcome, coordinator)
+                    await self._complete_joining(application, leadership)
+                except BaseException as error:
+                    await self._stop(error)
                     raise
-                await self._start_among_newcomers()
-                return
-            self._member.is_joining = True
-            leadership = self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
-            try:
-                leadership.note_welcome(welcome, coordinator)
-                await self._complete_joining(application, leadership)
-            except BaseException as error:
-                await self._stop(error)
-                raise
         except BaseException:
             self._stage = "closed"
             raise
-        finally:
-            application.close()
         self._services.is_admitted = True
         self._opened.reporter.begin(self._call_count)
 
@@ -378,13 +375,10 @@ class AsyncSelectiveAveragingPolicy(Ported):
     async def _take_state(self) -> None:
         """Receive the state of the member whose weights have arrived, and load both."""
         roles, number = self._opened.roles, self._member.round
-        exchange, nbytes_max = roles.replacer.exchange, state_nbytes_max(self._flat.nbytes)
+        exchange = roles.replacer.exchange
         assert exchange is not None, f"round {number} is complete without an exchange"
         try:
-            state = await self._opened.states.take(
-                exchange.donor, number, nbytes_max=nbytes_max, deadline=lambda: exchange.deadline
-            )
-            parts = unpacked(state)
+            parts, _ = await roles.replacer.take_parts(exchange, exchange.donor)
         except StateSizeError:
             raise
         except (AsyncdistError, TimeoutError) as error:

@@ -285,7 +285,7 @@ def test_a_rank_that_has_left_gets_messages_after_its_restart() -> None:
     assert island is not None
     nothing: Any = None
     world: Any = SimpleNamespace(services=services)
-    migration = Migration(world, island, options, PolicyScopes.of_numbers(1, 2), nothing, nothing)
+    migration = Migration(world, island, options, PolicyScopes(1, 2), nothing, nothing)
     for rank, restarts in ((2, 0), (None, 1), (2, 1), (None, 2)):
         if rank is not None:
             migration.on_message(Declined(0), rank, is_serving=True)

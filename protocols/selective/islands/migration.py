@@ -144,7 +144,7 @@ class Visits:
             return False
         island, key = self._island, invitation.to_members
         if key not in self._visits:
-            scopes = PolicyScopes.of_numbers(key, invitation.to_coordinator)
+            scopes = PolicyScopes(key, invitation.to_coordinator)
             index = island.index_of(coordinator)
             assert index != island.index, f"island {index} invites a rank of its own, {island}"
             self._visits[key] = Visit(self._services, scopes, island, index, self._own, self._resources)

@@ -41,10 +41,9 @@ from asyncdist.protocols.selective.member import (
 )
 from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline, End, Frozen
 from asyncdist.protocols.selective.roles.donor import Copy, Donor
-from asyncdist.protocols.selective.roles.exchange import Exchange
+from asyncdist.protocols.selective.roles.exchange import Exchange, Replacer
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.reducer import Reducer, Relay
-from asyncdist.protocols.selective.roles.replacer import Replacer
 from asyncdist.protocols.selective.roles.resources import RoleResources
 from asyncdist.protocols.selective.succession import CoordinatorView
 from asyncdist.protocols.step_info import (
