@@ -25,11 +25,11 @@ from torch import nn
 from asyncdist import ClosedError, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.functional.averaging import average_state, prepare_average
-from asyncdist.protocols.applier import announce_average
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import AverageAllOptions, AveragingOptions, CommonOptions, MemberOptions
+from asyncdist.protocols.own_state import announce_average
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool

@@ -7,7 +7,7 @@ types for functions with ``**options``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 import torch
@@ -288,15 +288,3 @@ class CoordinatorOptions(Options):
         group="coordinator",
         is_agreed=True,
     )
-
-
-@dataclass(slots=True)
-class Timing:
-    """Collects durations in the user's ``timing`` dict, which maps names to lists of seconds."""
-
-    seconds: dict[str, list[float]] | None = field(default=None)
-
-    def add(self, name: str, duration_s: float) -> None:
-        """Append a duration in seconds to the list of ``name``. Do nothing without a dict."""
-        if self.seconds is not None:
-            self.seconds.setdefault(name, []).append(duration_s)

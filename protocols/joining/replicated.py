@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import validation
-from asyncdist.protocols.applier import announce_average
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, rejoined_replica
 from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.options import MemberOptions
+from asyncdist.protocols.own_state import announce_average
 from asyncdist.protocols.starting.differences import LEFT_OUT
 from asyncdist.protocols.step_info import PolicyEvent, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group, reshard

@@ -43,9 +43,9 @@ from asyncdist.protocols.options import (
     CoordinatorOptions,
     MeasuredOptions,
     SelectiveOptions,
-    Timing,
 )
 from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.parameter_stream.parts import PartPool
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
@@ -65,12 +65,12 @@ from asyncdist.protocols.selective.messages import (
 )
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
-from asyncdist.protocols.selective.roles.resources import RoleResources
+from asyncdist.protocols.selective.roles.resources import ExchangeBuffers, RoleResources
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.selective.succession import CoordinatorView, Succession
 from asyncdist.protocols.starting.without_lost import lost_members
-from asyncdist.protocols.step_info import NOTHING, StepInfo, UserEvents
+from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.tensors.optimizers.loading import load_named, named_state
 from asyncdist.waits import WaitId, WaitKind
 
@@ -151,9 +151,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
         )
         self._limit = "threshold", self._rules.threshold
         self._own = OwnState(self._flat, self._weights, self._averaging)
-        self._events = UserEvents(self._averaging.on_event)
-        timing = Timing(self._averaging.timing)
-        self._resources = RoleResources.of(self._flat, self._own, timing, self._events, self)
+        self._events = self._own.events
+        memory = ExchangeBuffers(self._flat), PartPool(self._flat)
+        self._resources = RoleResources(self._flat, self._own, *memory, self)
         self._member = RoundMember()
         self._island: Island | None = None
         self._visits: Visits | None = None  # None without islands or before the policy opens

@@ -85,7 +85,9 @@ def member_in(state: State) -> RoundMember:
 @pytest.mark.parametrize("state", State)
 def test_every_state_is_reached_and_only_out_is_final(state: State) -> None:
     assert member_in(state).state is state
-    assert [before for before, after in TRANSITIONS.items() if not after] == [State.OUT] and set(TRANSITIONS) == set(State)
+    assert [before for before, after in TRANSITIONS.items() if not after] == [State.OUT] and set(TRANSITIONS) == set(
+        State
+    )
     assert {after for states in TRANSITIONS.values() for after in states} == set(State)
 
 

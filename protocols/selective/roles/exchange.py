@@ -30,8 +30,8 @@ from typing import Any
 from asyncdist import AsyncdistError, RankLostError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
-from asyncdist.protocols.applier import NewWeights
 from asyncdist.protocols.joining.state_transfer import StateTransfer, state_nbytes_max, unpacked
+from asyncdist.protocols.own_state import NewWeights
 from asyncdist.protocols.parameter_stream.neighbours import PartReading
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.receiver import SnapshotReceiver, ask_for_part, cancel_stream
@@ -455,12 +455,12 @@ class Replacer:
             coordinator=exchange.coordinator,
             route=exchange.route if frozen.donors else "",
         )
-        info = self.resources.applier.apply(new, iteration, self.services, nonfinite)
+        info = self.resources.own.apply(new, iteration, self.services, nonfinite)
         if adopter is not None and prepared is not None:
             info = adopter.adopt(prepared, info)
         if exchange.average is not None:
             exchange.average.release()
-        self.resources.timing.add("apply", self.services.time() - began_at)
+        self.resources.own.note_time("apply", self.services.time() - began_at)
         self.exchange = None
         self.replacement_count += 1
         self._unannounced = new, iteration, info
@@ -470,7 +470,7 @@ class Replacer:
         """Notify the user's ``on_event`` callback of the weights that :meth:`load_average` has applied, if any."""
         applied, self._unannounced = self._unannounced, None
         if applied is not None:
-            self.resources.applier.announce(*applied)
+            self.resources.own.announce(*applied)
 
     def load(self, exchange: Exchange) -> None:
         """Replace all of this rank's weights by a single rank's weights, whose optimizer's state was already loaded."""

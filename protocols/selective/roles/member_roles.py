@@ -139,8 +139,8 @@ class MemberRoles:
         self._coordinator_view = coordinator_view
         self._states = states
         self._journal = journal
-        self._user_events = resources.events
-        self._round_events = RoundEvents(member, resources.events, island)
+        self._user_events = resources.own.events
+        self._round_events = RoundEvents(member, resources.own.events, island)
         self._noted_state = member.state
         self._holds_copies = holds_copies
         self._held: Copy | None = None
