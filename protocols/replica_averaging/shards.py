@@ -130,8 +130,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         states = self._open_states(scopes)
         channels = CounterpartChannels(self._services, scopes)
         roles = self._new_roles(channels, self._reported_coordinator, states)
-        reporter = self._new_reporter(channels, self._reported_coordinator)
-        self._begin_membership(Membership(channels, states, roles, self._reported_coordinator, reporter))
+        self._begin_membership(Membership(channels, states, roles, self._reported_coordinator))
 
     def _new_roles(
         self, channels: MemberChannels, coordinator_view: CoordinatorView, states: StateTransfer
@@ -239,7 +238,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if statuses[0].metric is not None:  # as without shards, nothing is reported without the leader's measurement
             metrics = [math.nan if each.metric is None else each.metric for each in statuses]
             mean = self._read_metric(mean_of(metrics))
-            self._opened.reporter.report(self.iteration, self._call_count, mean)
+            tracker.report(self.iteration, self._call_count, mean)
         return tuple(Decision(events, action, self.iteration, nonfinite, asdict(info), coordinator, epoch))
 
     def _are_complete(self, followers: Sequence[Status]) -> bool:

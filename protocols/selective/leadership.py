@@ -32,9 +32,7 @@ from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.policy import START
 from asyncdist.protocols.selective.coordinator import Coordinator
 from asyncdist.protocols.selective.islands.migration import Migration
-from asyncdist.protocols.selective.member import RoundMember
 from asyncdist.protocols.selective.messages import Report
-from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
@@ -100,6 +98,7 @@ class Leadership:
         self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
+        self.report_count = self.nonfinite_count = 0
         # By rank: incarnation (number of restarts) of each admitted restarted rank. On a restarted rank, of all
         # members.
         self._admitted: dict[int, int] = {}
@@ -164,7 +163,26 @@ class Leadership:
             self.note_admitted(*member)
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
 
-    def on_report(self, step: int, interval_s: float) -> bool:
+    def begin_reports(self, call: int, hostname: str) -> None:
+        """Start to measure step times, as if step ``call - 1`` had just sent a report."""
+        self._host = zlib.crc32(hostname.encode(errors="replace"))
+        self._reported_at, self._reported_call = self._services.time(), call - 1
+
+    def report(self, iteration: int, call: int, value: float) -> None:
+        """Send this member's metric and the duration of its steps to the coordinator, if there is one."""
+        assert self._roles is not None, "this rank is not a member"
+        now = self._services.time()
+        interval_s = now - self._reported_at
+        step_s = interval_s / max(1, call - self._reported_call)
+        self._reported_at, self._reported_call = now, call
+        asks = self._watches(call, interval_s)
+        self._roles.member.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
+        self.report_count += 1
+        self.nonfinite_count += not math.isfinite(value)
+        if self.coordinator is not None:
+            self._roles.channels.report(report, self.coordinator)
+
+    def _watches(self, step: int, interval_s: float) -> bool:
         """Return whether this rank's next report must ask the coordinator for an answer.
 
         Before that, if there is no coordinator, continue to look for one. If the coordinator does not answer, take
@@ -367,48 +385,8 @@ class Leadership:
                     self._close()
 
 
-#: Object through which a member finds and watches its coordinator, and may take over from it.
+#: Object through which a member finds its coordinator, and reports to it.
 CoordinatorTracker: TypeAlias = Leadership | ReportedCoordinator
-
-
-class Reporter:
-    """Sends one member's metric and the duration of its steps to the coordinator."""
-
-    def __init__(
-        self,
-        services: Services,
-        channels: MemberChannels,
-        tracker: CoordinatorTracker,
-        member: RoundMember,
-        call: int,
-        *,
-        hostname: str,
-    ) -> None:
-        self._services = services
-        self._channels = channels
-        self._tracker = tracker
-        self._member = member
-        self._host = zlib.crc32(hostname.encode(errors="replace"))
-        self.report_count = self.nonfinite_count = 0
-        self.begin(call)
-
-    def begin(self, call: int) -> None:
-        """Restart the measurement of step times, as if step ``call - 1`` had just sent a report."""
-        self._reported_at, self._reported_call = self._services.time(), call - 1
-
-    def report(self, iteration: int, call: int, value: float) -> None:
-        """Send a report with this metric to the coordinator, if there is one."""
-        now = self._services.time()
-        interval_s = now - self._reported_at
-        step_s = interval_s / max(1, call - self._reported_call)
-        self._reported_at, self._reported_call = now, call
-        asks = self._tracker.on_report(call, interval_s)
-        self._member.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
-        self.report_count += 1
-        self.nonfinite_count += not math.isfinite(value)
-        coordinator = self._tracker.coordinator
-        if coordinator is not None:
-            self._channels.report(report, coordinator)
 
 
 async def coordinate(

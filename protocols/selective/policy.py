@@ -50,7 +50,7 @@ from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.migration import Migration, Visits
-from asyncdist.protocols.selective.leadership import CoordinatorTracker, Leadership, Reporter
+from asyncdist.protocols.selective.leadership import CoordinatorTracker, Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import (
     Admitted,
@@ -87,7 +87,6 @@ class Membership:
     states: StateTransfer
     roles: MemberRoles
     tracker: CoordinatorTracker
-    reporter: Reporter
 
 
 @with_options(SelectiveOptions, CommonOptions, SelectiveRules, AveragingOptions, IslandOptions, CoordinatorOptions)
@@ -177,13 +176,12 @@ class AsyncSelectiveAveragingPolicy(Ported):
         )
         if self._membership is None or self._stage not in ("open", "closed"):
             return counts
-        roles, reporter = self._membership.roles, self._membership.reporter
-        tracker = self._membership.tracker
+        roles, tracker = self._membership.roles, self._membership.tracker
         visits_nbytes = 0 if self._visits is None else self._visits.sent_nbytes
         return replace(
             counts,
-            report_count=reporter.report_count,
-            nonfinite_metric_count=reporter.nonfinite_count,
+            report_count=tracker.report_count,
+            nonfinite_metric_count=tracker.nonfinite_count,
             snapshot_count=roles.donor.snapshot_count,
             replacement_count=roles.replacer.replacement_count,
             reduction_count=roles.reducer.reduction_count,
@@ -291,9 +289,8 @@ class AsyncSelectiveAveragingPolicy(Ported):
         )
         for rank in replaced:
             channels.exclude(rank)
-        self._begin_membership(
-            Membership(channels, states, roles, leadership, self._new_reporter(channels, leadership))
-        )
+        self._begin_membership(Membership(channels, states, roles, leadership))
+        leadership.begin_reports(self._call_count, self._world.hostname)
         leadership.begin()
         services.spawn_service(self._listen(leadership, channels, roles), name="policy member")
         return leadership
@@ -314,10 +311,6 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return MemberRoles(
             self._services, self._member, channels, coordinator_view, self._resources, states, self._journal
         )
-
-    def _new_reporter(self, channels: MemberChannels, tracker: CoordinatorTracker) -> Reporter:
-        call, host = self._call_count, self._world.hostname
-        return Reporter(self._services, channels, tracker, self._member, call, hostname=host)
 
     def _begin_membership(self, membership: Membership) -> None:
         self._membership = membership
@@ -358,7 +351,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
             self._stage = "closed"
             raise
         self._services.is_admitted = True
-        self._opened.reporter.begin(self._call_count)
+        leadership.begin_reports(self._call_count, self._world.hostname)
 
     async def _complete_joining(self, application: Application, leadership: Leadership) -> None:
         """Repeat the admission request and receive members' states until this rank is admitted."""
@@ -456,7 +449,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         if self._is_due:
             value = self._read_new_metric(local_metric)
             if value is not None:
-                self._opened.reporter.report(self.iteration, self._call_count, value)
+                self._opened.tracker.report(self.iteration, self._call_count, value)
         return info
 
     def _act(self) -> StepInfo:

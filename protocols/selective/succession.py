@@ -212,7 +212,7 @@ class ReportedCoordinator:
 
     def __init__(self) -> None:
         self.coordinator: int | None = None
-        self.epoch = 0
+        self.epoch = self.report_count = self.nonfinite_count = 0
 
     def follow(self, epoch: int, coordinator: int | None) -> None:
         """Store a new coordinator and its number ``epoch``, or None if there is no coordinator at present."""
@@ -221,10 +221,8 @@ class ReportedCoordinator:
     def statistics(self) -> None:
         """Return None, because this rank never coordinates."""
 
-    def on_report(self, step: int, interval_s: float) -> bool:
-        """Return False, because this rank does not watch the coordinator."""
-        del step, interval_s
-        return False
+    def report(self, iteration: int, call: int, value: float) -> None:
+        """Do nothing, because another rank reports for this rank."""
 
     def leave(self) -> None:
         """Do nothing, because this rank does not watch or replace the coordinator."""

@@ -165,8 +165,8 @@ MUTANTS: Final = (
         10,
         "the iteration of a report travels as float32",
         "protocols/selective/leadership.py",
-        "        self._member.newest = report = Report(iteration, value, ",
-        '        self._member.newest = report = Report(int(__import__("torch").tensor(float(iteration))), value, ',
+        " = report = Report(iteration, value, ",
+        ' = report = Report(int(__import__("torch").tensor(float(iteration))), value, ',
     ),
     Mutant(
         "float32-staleness",

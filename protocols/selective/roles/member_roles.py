@@ -134,8 +134,8 @@ class MemberRoles:
         holds_copies: bool = False,
     ) -> None:
         self._services = services
-        self._member = member
-        self._channels = channels
+        self.member = member
+        self.channels = channels
         self._coordinator_view = coordinator_view
         self._states = states
         self._journal = journal
@@ -158,18 +158,18 @@ class MemberRoles:
             case Assign():
                 for restarted in message.restarted:
                     self.admit(*restarted)
-                self.carry_out(self._member.on_assign(message, round), message, round)
+                self.carry_out(self.member.on_assign(message, round), message, round)
             case Frozen():
-                self.carry_out(self._member.on_frozen(message, round))
+                self.carry_out(self.member.on_frozen(message, round))
             case End(reason):
-                self.carry_out(self._member.on_end(reason, round), reason=reason)
+                self.carry_out(self.member.on_end(reason, round), reason=reason)
             case unknown:
                 assert_never(unknown)
 
     def admit(self, rank: int, incarnation: int) -> None:
         """Allow messages to a restarted rank, unless it has been restarted again since its admission."""
         if self._services.restarted.get(rank, 0) == incarnation:
-            self._channels.admit(rank)
+            self.channels.admit(rank)
             if self._states is not None:
                 self._states.admit(rank)
 
@@ -179,30 +179,30 @@ class MemberRoles:
         Args:
             why: Reason for reports, such as "is gone".
         """
-        self.carry_out(self._member.on_coordinator_gone(why), reason=f"the coordinator {why}")
+        self.carry_out(self.member.on_coordinator_gone(why), reason=f"the coordinator {why}")
 
     def follow(self, epoch: int, rank: int) -> None:
         """End all roles assigned by the previous coordinator, and take part in rounds of the new one, ``rank``."""
         self._journal.note_coordinator(epoch, rank)
         self._user_events.add(CoordinatorChanged(rank, epoch))
         self.lose_coordinator("is replaced")
-        self.carry_out(self._member.on_epoch(epoch, self._services.incarnation))
+        self.carry_out(self.member.on_epoch(epoch, self._services.incarnation))
 
     def rejoin(self) -> None:
         """Send this member's state to the coordinator, which has asked for it."""
-        self.carry_out(self._member.on_rejoin(self._services.incarnation))
+        self.carry_out(self.member.on_rejoin(self._services.incarnation))
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, iteration: int) -> StepInfo:
         """In a training step, copy the weights or load an average if this is due, and return the step's result."""
         abandoned = self.replacer.take_abandoned()  # reported unless this step applies the average of a later round
-        match self._member.on_step():
+        match self.member.on_step():
             case TakeSnapshot() as due:
                 self.take_snapshot(due, iteration)
             case Apply() as due:
                 if obstacle := self.replacer.obstacle():
-                    self.abandon(self._member.round, obstacle)
+                    self.abandon(self.member.round, obstacle)
                     return self.replacer.take_abandoned()
                 info = self.apply(due, iteration)
                 self.replacer.announce()
@@ -212,9 +212,9 @@ class MemberRoles:
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
         """Start to copy this rank's weights. Raise ValueError if the model has changed since the policy was created."""
         try:
-            copy = self.donor.copy(due.round, iteration, with_state=due.round == self._member.admitting)
+            copy = self.donor.copy(due.round, iteration, with_state=due.round == self.member.admitting)
         except ValueError:
-            self.carry_out(self._member.on_copied(due.round, iteration, fault="its model has changed"))
+            self.carry_out(self.member.on_copied(due.round, iteration, fault="its model has changed"))
             raise
         if copy.under_way is None:
             self._on_copied(copy)
@@ -229,7 +229,7 @@ class MemberRoles:
             nonfinite: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
         """
         info = self.replacer.load_average(due.frozen, iteration, nonfinite)
-        self.carry_out(self._member.on_applied(iteration))
+        self.carry_out(self.member.on_applied(iteration))
         return info
 
     # -- ends of copies and exchanges -------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class MemberRoles:
         Args:
             fault: Reason why the copy cannot be sent, or "" if it can. None to check its values now.
         """
-        is_wanted = self._member.awaits_copy(copy.round)
+        is_wanted = self.member.awaits_copy(copy.round)
         if fault is None:
             fault = self.donor.fault_of(copy) if is_wanted else ""
         is_offered = is_wanted and not fault
@@ -272,7 +272,7 @@ class MemberRoles:
         else:
             self.donor.drop(copy)
         points = copy.state_safe_points
-        self.carry_out(self._member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
+        self.carry_out(self.member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
         if is_offered:  # called last, since the user's callback may raise
             self.donor.announce(copy)
 
@@ -282,41 +282,41 @@ class MemberRoles:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
                 self._fail(exchange.round, fault)
-            elif self._member.on_averaged(exchange.round):
+            elif self.member.on_averaged(exchange.round):
                 exchange.keep_average()
         finally:
             exchange.close()
 
     def _fail(self, round: int, reason: str) -> None:
-        instructions = self._member.on_failed(round, reason)
+        instructions = self.member.on_failed(round, reason)
         if instructions:
             logger.info("round %d: abandoned, %s", round, reason)
         self.carry_out(instructions)
 
     def abandon(self, round: int, reason: str) -> None:
         """Abandon the average of ``round``, whether complete or not, for ``reason``."""
-        self.carry_out(self._member.on_failed(round, reason))
+        self.carry_out(self.member.on_failed(round, reason))
 
     def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
         """Load the received weights on a restarted rank that adopts another member's whole state."""
-        self._member.on_step()
+        self.member.on_step()
         self.replacer.load(exchange)
-        self.carry_out(self._member.on_applied(iteration))
+        self.carry_out(self.member.on_applied(iteration))
 
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Start to leave the policy, but keep a finished copy of the weights available until its round has ended."""
-        self.carry_out(self._member.on_leave())
+        self.carry_out(self.member.on_leave())
 
     def finish(self) -> None:
         """End all roles in averaging rounds, because this rank has left the policy."""
-        self.carry_out(self._member.on_left())
+        self.carry_out(self.member.on_left())
 
     @property
     def is_sending(self) -> bool:
         """True if this rank is still sending its weights, or is leaving while they can still be requested."""
-        return self._member.state is State.LASTING or not self._channels.server.is_idle
+        return self.member.state is State.LASTING or not self.channels.server.is_idle
 
     # -- instructions -----------------------------------------------------------------------------------------------
 
@@ -331,23 +331,23 @@ class MemberRoles:
         self._round_events.note(instructions, assign, round, reason)
         for instruction in instructions:
             self._execute(instruction)
-        state = self._member.state
+        state = self.member.state
         if state is not self._noted_state:
             self._noted_state = state
-            self._journal.note_role(self._member.round or self._member.last_round, state.name.lower())
+            self._journal.note_role(self.member.round or self.member.last_round, state.name.lower())
 
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case SendToCoordinator(message, round):
                 coordinator = self._coordinator_view.coordinator
                 if coordinator is not None:
-                    self._channels.send_to_coordinator(message, coordinator, round)
+                    self.channels.send_to_coordinator(message, coordinator, round)
             case EnterEpoch(epoch):
-                self._channels.enter_epoch(epoch)
+                self.channels.enter_epoch(epoch)
             case RefuseUpTo(round):
-                self._channels.server.end_rounds(round)
+                self.channels.server.end_rounds(round)
             case RefuseMeans(round):
-                self._channels.server.end_means(round)
+                self.channels.server.end_means(round)
             case OfferSnapshot(round, _):
                 self.donor.open_offer(round)
             case Withdraw():
