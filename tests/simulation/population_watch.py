@@ -330,7 +330,7 @@ class Member:
             offer, exchange = membership.roles.donor.offer, membership.roles.replacer.exchange
             if offer is not None and exchange is not None:
                 self.watch.check(False, f"{self} is a donor in {offer} and a replacer in {exchange}")
-        is_frugal = len(resources.snapshots._used) <= _SNAPSHOT_COUNT_MAX >= resources.parts.in_use
+        is_frugal = len(resources.own.snapshots._used) <= _SNAPSHOT_COUNT_MAX >= resources.parts.in_use
         accumulator_count = 0
         for pool in resources.buffers._pools:  # a generator expression would take twice as long
             accumulator_count += len(pool._used)
