@@ -27,7 +27,7 @@ from asyncdist.protocols.metrics import MetricSource, mean_of
 from asyncdist.protocols.replica_averaging.members import FollowingMember, LeaderEvent, LeadingMember
 from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
 from asyncdist.protocols.selective.messages import ControlMessage, Leave
-from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy, Membership
+from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.succession import CoordinatorView, ReportedCoordinator
@@ -127,10 +127,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._leading is not None:
             super()._open_at_start(scopes, coordinator, replaced)
             return
-        states = self._open_states(scopes)
+        states = self._states = self._open_states(scopes)
         channels = CounterpartChannels(self._services, scopes)
         roles = self._new_roles(channels, self._reported_coordinator, states)
-        self._begin_membership(Membership(channels, states, roles, self._reported_coordinator))
+        self._begin_membership(roles, self._reported_coordinator)
 
     def _new_roles(
         self, channels: MemberChannels, coordinator_view: CoordinatorView, states: StateTransfer
@@ -147,7 +147,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         )
 
     async def _stop(self, error: BaseException | None) -> None:
-        self._opened.roles.conclude("leaving")
+        self._opened.conclude("leaving")
         try:
             await super()._stop(error)
         finally:
@@ -193,10 +193,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._following is not None:
             info = self._follow(decision, info)
         self._events.deliver()
-        self._opened.roles.replacer.announce()
+        self._opened.replacer.announce()
         if decision.action == SNAPSHOT:
             fault = await self._exchange(functools.partial(self._copy, decision.iteration), self._first_fault)
-            self._opened.roles.conclude(fault)
+            self._opened.conclude(fault)
         return info
 
     async def _exchange(self, fn: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
@@ -219,7 +219,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         statuses = [Status(*each) for each in gathered]
         followers = [each for each in statuses[1:] if each.assignment_count == member.assignment_count]
         self._abandon_with(followers)
-        roles, tracker = self._opened.roles, self._opened.tracker
+        roles, tracker = self._opened, self._tracker
         action, nonfinite, info = NOTHING_MORE, "", roles.replacer.take_abandoned()
         # The followers repeat these events before the action. Later events belong to the next swap point: the report
         # below may make this rank the coordinator, which ends the member's round.
@@ -246,14 +246,14 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
 
     def _abandon_with(self, followers: Sequence[Status]) -> None:
         for failure in [each.failure for each in followers if each.failure][:1]:
-            self._opened.roles.abandon(self._member.round, failure)
+            self._opened.abandon(self._member.round, failure)
 
     def _follow(self, decision: Decision, info: StepInfo) -> StepInfo:
         member = self._following
         assert member is not None, "the leader does not follow"
         self.iteration = decision.iteration
         self._reported_coordinator.follow(decision.epoch, decision.coordinator)
-        roles = self._opened.roles
+        roles = self._opened
         for instructions in member.repeat(decision.events, self._counterparts):
             roles.carry_out(instructions)
         roles.replacer.take_abandoned()  # discarded: all ranks report the leader's reason
@@ -269,8 +269,8 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"
-            self._opened.roles.take_snapshot(snapshot, iteration)
-        return await self._opened.roles.fault_of_copy()
+            self._opened.take_snapshot(snapshot, iteration)
+        return await self._opened.fault_of_copy()
 
     def _first_fault(self, faults: list[str]) -> str:
         return next(filter(None, faults), "")

@@ -134,7 +134,7 @@ class Leadership:
 
     def statistics(self) -> CoordinatorStatistics | None:
         """Return the statistics of this rank as a coordinator, or None if it has never coordinated."""
-        return self._serving.statistics() if self._serving is not None else self._served
+        return self._serving.core.statistics() if self._serving is not None else self._served
 
     def note_stopped(self, rank: int) -> None:
         """Look for a new coordinator, because ``rank`` has announced that it stops coordinating."""
@@ -236,7 +236,7 @@ class Leadership:
                 self._succession.is_newcomer and self._admitted.get(self._services.rank) != self._services.incarnation
             )
             return not is_waiting or self.coordinator not in (None, *self._services.gone)
-        scopes, members = self._scopes, self._serving.members()
+        scopes, members = self._scopes, self._serving.core.members()
         if request.digest != digest_of(self._members, scopes.values):
             self._dispatcher.send(Refusal(request.key, tuple(scopes.values.items())), source)
         else:
@@ -285,7 +285,7 @@ class Leadership:
                 if self._serving is not None:
                     self._serving.note_left(source)
                 self._carry_out(self._succession.on_left(source))
-            case Nomination(_, epoch) if self._has_left and not self._serves_in(epoch):
+            case Nomination(_, epoch) if self._has_left and (self._serving is None or epoch > self.epoch):
                 self._dispatcher.send(Declined(self._scopes.policy), source)
             case Nomination(_, epoch):
                 self._carry_out(self._succession.on_nomination(source, epoch))
@@ -303,9 +303,6 @@ class Leadership:
                 self._serving.note_left(rank)
             else:
                 self._serving.note_guest(rank, incarnation)
-
-    def _serves_in(self, epoch: int) -> bool:
-        return self._serving is not None and epoch <= self.epoch
 
     def _carry_out(self, steps: Steps) -> None:
         policy = self._scopes.policy
@@ -377,10 +374,10 @@ class Leadership:
     async def _run(self, coordinator: Coordinator) -> CoordinatorStatistics:
         try:
             await coordinator.serve(is_reserved=self._is_reserved)
-            return coordinator.statistics()
+            return coordinator.core.statistics()
         finally:
             if self._serving is coordinator:
-                self._serving, self._served = None, coordinator.statistics()
+                self._serving, self._served = None, coordinator.core.statistics()
                 if self._has_left:
                     self._close()
 

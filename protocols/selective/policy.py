@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Self, TypeVar, Unpack
 
 import torch
@@ -77,16 +77,6 @@ from asyncdist.waits import WaitId, WaitKind
 logger = logging.getLogger("protocols.selective.policy")
 
 _RoleMessage = TypeVar("_RoleMessage", Assign, Frozen)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Membership:
-    """Objects that exist only while this rank is a member of a running policy."""
-
-    channels: MemberChannels
-    states: StateTransfer
-    roles: MemberRoles
-    tracker: CoordinatorTracker
 
 
 @with_options(SelectiveOptions, CommonOptions, SelectiveRules, AveragingOptions, IslandOptions, CoordinatorOptions)
@@ -156,7 +146,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._member = RoundMember()
         self._island: Island | None = None
         self._visits: Visits | None = None  # None without islands or before the policy opens
-        self._membership: Membership | None = None  # None before the policy opens
+        self._roles: MemberRoles | None = None  # None before the policy opens
+        self._states: StateTransfer
+        self._tracker: CoordinatorTracker
 
     def statistics(self) -> SelectiveStatistics:
         """Return this member's counts since its start. All are 0 until the policy has started."""
@@ -174,9 +166,9 @@ class AsyncSelectiveAveragingPolicy(Ported):
             migration_count=0 if self._visits is None else self._visits.snapshot_count,
             title=self._journal.title(),
         )
-        if self._membership is None or self._stage not in ("open", "closed"):
+        if self._roles is None or self._stage not in ("open", "closed"):
             return counts
-        roles, tracker = self._membership.roles, self._membership.tracker
+        roles, tracker = self._roles, self._tracker
         visits_nbytes = 0 if self._visits is None else self._visits.sent_nbytes
         return replace(
             counts,
@@ -185,7 +177,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
             snapshot_count=roles.donor.snapshot_count,
             replacement_count=roles.replacer.replacement_count,
             reduction_count=roles.reducer.reduction_count,
-            sent_nbytes=self._membership.channels.server.sent_nbytes + visits_nbytes,
+            sent_nbytes=roles.channels.server.sent_nbytes + visits_nbytes,
             received_nbytes=buffers.received_nbytes + roles.reducer.received_nbytes,
             read_nbytes=buffers.read_nbytes + roles.reducer.read_nbytes,
             epoch=tracker.epoch,
@@ -265,7 +257,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         """
         services, members = self._services, self._members
         self.start_number = scopes.policy if self._island is None else scopes.between
-        states = self._open_states(scopes)
+        states = self._states = self._open_states(scopes)
         channels = MemberChannels(services, scopes)
         if epoch:
             channels.enter_epoch(epoch)
@@ -289,7 +281,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         )
         for rank in replaced:
             channels.exclude(rank)
-        self._begin_membership(Membership(channels, states, roles, leadership))
+        self._begin_membership(roles, leadership)
         leadership.begin_reports(self._call_count, self._world.hostname)
         leadership.begin()
         services.spawn_service(self._listen(leadership, channels, roles), name="policy member")
@@ -312,14 +304,14 @@ class AsyncSelectiveAveragingPolicy(Ported):
             self._services, self._member, channels, coordinator_view, self._resources, states, self._journal
         )
 
-    def _begin_membership(self, membership: Membership) -> None:
-        self._membership = membership
+    def _begin_membership(self, roles: MemberRoles, tracker: CoordinatorTracker) -> None:
+        self._roles, self._tracker = roles, tracker
         self._services.leftover_probes.append(self._leftovers)
 
     @property
-    def _opened(self) -> Membership:
-        assert self._membership is not None, "the policy has not opened"
-        return self._membership
+    def _opened(self) -> MemberRoles:
+        assert self._roles is not None, "the policy has not opened"
+        return self._roles
 
     # -- joining a running policy -----------------------------------------------------------------------------------
 
@@ -367,7 +359,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     async def _take_state(self) -> None:
         """Receive the state of the member whose weights have arrived, and load both."""
-        roles, number = self._opened.roles, self._member.round
+        roles, number = self._opened, self._member.round
         exchange = roles.replacer.exchange
         assert exchange is not None, f"round {number} is complete without an exchange"
         try:
@@ -397,10 +389,10 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Without ``error``, first wait until the roles and streams in progress have ended."""
-        opened = self._opened
+        roles = self._opened
         if self._member.state is State.COMPLETE:
             logger.info("round %d: the policy ended before the complete average was applied", self._member.round)
-        opened.roles.leave()
+        roles.leave()
         if self._visits is not None:
             self._visits.leave()
         try:
@@ -408,19 +400,19 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 until = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_ROUND), deadline=until)
         finally:  # notifies the other ranks even if this task is cancelled
-            opened.roles.finish()
+            roles.finish()
             if self._visits is not None:
                 self._visits.close()
-            opened.states.close()
-            opened.channels.close()
-            opened.tracker.leave()
+            self._states.close()
+            roles.channels.close()
+            self._tracker.leave()
             if not self._leftovers():  # drop the leak check, because it would keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
         """Return whether this rank has no role in a round and no stream in progress."""
         member = self._member
-        is_moving = self._opened.roles.is_sending or member.reducing or self._services.slots.discarding_count
+        is_moving = self._opened.is_sending or member.reducing or self._services.slots.discarding_count
         is_visiting = self._visits is not None and not self._visits.is_quiet
         return not is_visiting and (member.state is State.OUT or not is_moving)
 
@@ -449,11 +441,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
         if self._is_due:
             value = self._read_new_metric(local_metric)
             if value is not None:
-                self._opened.tracker.report(self.iteration, self._call_count, value)
+                self._tracker.report(self.iteration, self._call_count, value)
         return info
 
     def _act(self) -> StepInfo:
-        info = self._opened.roles.step(self.iteration)
+        info = self._opened.step(self.iteration)
         return info if self._visits is None else self._visits.located(info)
 
     # -- the coordinator's messages ---------------------------------------------------------------------------------

@@ -207,14 +207,6 @@ class Newcomers:
 _PATIENCE_S: Final = 10.0
 
 
-@dataclass(slots=True)
-class _Departure:
-    """Time at which a member has left, and the iteration of its last report, or -1 without one."""
-
-    left_at: float
-    iteration: int
-
-
 class Departures:
     """Finds members that have left although the others continue to train and average.
 
@@ -227,17 +219,19 @@ class Departures:
 
     def __init__(self, average_every: int) -> None:
         self._average_every = average_every
-        self._departures: dict[int, _Departure] = {}  # by rank, until the warning
+        # By rank, until the warning: time of the departure, and iteration of the last report or -1.
+        self._departures: dict[int, tuple[float, int]] = {}
         self._early: list[int] = []
 
     def add(self, rank: int, iteration: int, now: float) -> None:
         """Record that a member has left after its report of ``iteration``."""
-        self._departures[rank] = _Departure(now, iteration)
+        self._departures[rank] = now, iteration
 
     def note_report(self, rank: int, iteration: int) -> None:
         """Record a report of a member that has left. It may arrive after the notice of the departure."""
         if rank in self._departures:
-            self._departures[rank].iteration = max(self._departures[rank].iteration, iteration)
+            left_at, known = self._departures[rank]
+            self._departures[rank] = left_at, max(known, iteration)
 
     def forget(self, rank: int) -> None:
         """Forget that a member has left, because its new process has joined."""
@@ -248,9 +242,9 @@ class Departures:
         reached = list(iterations) if self._departures else []
         if len(reached) < 2:  # a rank that trains alone averages nothing
             return
-        for rank, departure in list(self._departures.items()):
-            is_behind = max(reached) > departure.iteration + 2 * self._average_every
-            if is_behind and now >= departure.left_at + _PATIENCE_S:
+        for rank, (left_at, iteration) in list(self._departures.items()):
+            is_behind = max(reached) > iteration + 2 * self._average_every
+            if is_behind and now >= left_at + _PATIENCE_S:
                 del self._departures[rank]
                 self._early.append(rank)
 

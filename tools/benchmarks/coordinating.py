@@ -215,7 +215,7 @@ def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dic
         took_s += services.hear(task, tags.CONTROL, members.frames(tags.CONTROL, at, applied))
         message_count, nbytes = len(sent), sum(len(frame) for _, frame in sent)
         best_s = min(best_s, took_s - _sending_s(sent))
-    assert coordinator.statistics().rounds_ended == round_count
+    assert coordinator.core.statistics().rounds_ended == round_count
     gc.unfreeze()
     task.close()
     return {
