@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from asyncdist import AsyncdistError, RankLostError, StartTimeoutError
-from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.joining.dispatcher import (
@@ -67,8 +66,7 @@ class Admission:
         membership.call_when_leading(self._answer_kept)
         self._dispatcher = services.shared(PolicyDispatcher)
         self._dispatcher.open(scopes.policy, self._on_message, key_of(ranks, values), self._on_request)
-        scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
-        self._states = StateTransfer(services, scope)
+        self._states = StateTransfer(services, scopes.policy)
 
     @property
     def is_asked(self) -> bool:

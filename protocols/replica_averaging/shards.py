@@ -29,8 +29,7 @@ from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
 from asyncdist.protocols.selective.messages import ControlMessage, Leave
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
-from asyncdist.protocols.selective.roles.member_roles import MemberRoles
-from asyncdist.protocols.selective.succession import CoordinatorView, ReportedCoordinator
+from asyncdist.protocols.selective.succession import ReportedCoordinator
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import reshard
 
@@ -91,6 +90,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     """
 
     keeps_replicas = True
+    _holds_copies = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -127,24 +127,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._leading is not None:
             super()._open_at_start(scopes, coordinator, replaced)
             return
-        states = self._states = self._open_states(scopes)
+        states = self._states = StateTransfer(self._services, scopes.policy)
         channels = CounterpartChannels(self._services, scopes)
         roles = self._new_roles(channels, self._reported_coordinator, states)
         self._begin_membership(roles, self._reported_coordinator)
-
-    def _new_roles(
-        self, channels: MemberChannels, coordinator_view: CoordinatorView, states: StateTransfer
-    ) -> MemberRoles:
-        return MemberRoles(
-            self._services,
-            self._member,
-            channels,
-            coordinator_view,
-            self._resources,
-            states,
-            self._journal,
-            holds_copies=True,
-        )
 
     async def _stop(self, error: BaseException | None) -> None:
         self._opened.conclude("leaving")

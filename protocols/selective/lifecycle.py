@@ -142,26 +142,15 @@ class RoundLifecycle:
         routes: Number of rounds with donors, by route.
     """
 
-    def __init__(
-        self,
-        rules: SelectiveRules,
-        roster: Roster,
-        newcomers: Newcomers,
-        migrants: Migrants,
-        patience: Patience,
-        history: History,
-        *,
-        stream_safe_points: int,
-        model_nbytes: int,
-    ) -> None:
+    def __init__(self, rules: SelectiveRules, roster: Roster, *, stream_safe_points: int, model_nbytes: int) -> None:
         self._rules = rules
         self._roster = roster
-        self._newcomers = newcomers
-        self._migrants = migrants
-        self._patience = patience
-        self._history = history
         self._stream_safe_points = stream_safe_points
         self._model_nbytes = model_nbytes
+        self.newcomers = Newcomers(roster.members, rules)
+        self.migrants = Migrants(roster.members, rules.migrate_every, rules.metric_mode)
+        self.patience = Patience(rules.grace_s, stream_safe_points)
+        self.history = History()
         self._last_number = 0
         self._overdue: dict[int, deque[int]] = {}  # by replacer: rounds that timed out without its answer
         self.current: Round | None = None
@@ -179,7 +168,7 @@ class RoundLifecycle:
 
         The donors' time limit for their snapshots is the longest step of a donor plus a quarter of the round's timeout.
         """
-        with_events = self._history.with_events
+        with_events = self.history.with_events
         assert self.current is None, with_events("a round starts before the previous round has ended")
         assert decision.replacers, with_events(f"{decision} replaces no rank")
         assert not set(decision.donors) & set(decision.replacers), with_events(f"{decision} gives a rank two roles")
@@ -191,8 +180,8 @@ class RoundLifecycle:
         reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number, hosts)
         sources = sources_of(decision, reducers, self._model_nbytes, hosts)
         if admits:
-            times = self._roster.cadence_s(), self._patience.round_s
-            limit_at, reducers, sources = now + self._newcomers.allowed_s(decision.replacers, *times), (), {}
+            times = self._roster.cadence_s(), self.patience.round_s
+            limit_at, reducers, sources = now + self.newcomers.allowed_s(decision.replacers, *times), (), {}
         self.routes["sharded" if reducers else "direct"] += bool(decision.donors)
         self.current = state = Round(
             number=self._last_number,
@@ -207,8 +196,8 @@ class RoundLifecycle:
             admits=admits,
             limit_at=limit_at,
         )
-        self._migrants.enter(decision.guests, state.number)
-        self._history.record("{:.6f} round {}: {}", now, state.number, decision)
+        self.migrants.enter(decision.guests, state.number)
+        self.history.record("{:.6f} round {}: {}", now, state.number, decision)
         return state.start_messages(self._roster.members)
 
     def freeze(self, state: Round, now: float) -> list[Send]:
@@ -222,8 +211,8 @@ class RoundLifecycle:
         sends += state.freeze_messages(self._rules.metric_mode, timeouts)
         margin_s = 2 * max([state.judged[rank].step_s for rank in timeouts]) + self._rules.round_timeout_s / 4
         state.deadline = min(now + max(timeouts.values()) + margin_s, state.limit_at)
-        self._history.guests += [(state.number, rank) for rank in self._migrants.named if rank in state.ready]
-        self._history.record("{:.6f} round {}: frozen with donors {}", now, state.number, sorted(state.ready))
+        self.history.guests += [(state.number, rank) for rank in self.migrants.named if rank in state.ready]
+        self.history.record("{:.6f} round {}: frozen with donors {}", now, state.number, sorted(state.ready))
         return sends
 
     def end(self, state: Round, reason: str, decision_count: int, now: float) -> list[Send]:
@@ -237,15 +226,15 @@ class RoundLifecycle:
                 self.abandon(state, rank, reason)
         self._release(sends, state, state.named, reason)
         self.current = None
-        self._migrants.leave()
+        self.migrants.leave()
         if state.admits:
             held_s = now - state.began_at if now >= state.limit_at else 0.0
-            self._newcomers.on_round(state.decision.replacers, decision_count, held_s, now)
+            self.newcomers.on_round(state.decision.replacers, decision_count, held_s, now)
         elif state.frozen:
-            self._patience.on_round(state.named, now - state.began_at, now)
+            self.patience.on_round(state.named, now - state.began_at, now)
         self.ended_count += 1
-        assert self.ended_count == self.decided_count, self._history.with_events("rounds overlap")
-        self._history.record("{:.6f} round {}: ended, {}", now, state.number, reason)
+        assert self.ended_count == self.decided_count, self.history.with_events("rounds overlap")
+        self.history.record("{:.6f} round {}: ended, {}", now, state.number, reason)
         return sends
 
     def take_answer(self, rank: int, number: int) -> bool:
@@ -256,9 +245,9 @@ class RoundLifecycle:
         elif number in self._overdue.get(rank, ()):
             while self._overdue[rank].popleft() != number:
                 pass  # messages arrive in order: no answer to an earlier round can follow
-            self._history.ignore("Applied after the round's timeout")
+            self.history.ignore("Applied after the round's timeout")
         else:
-            self._history.ignore("Applied from a rank that owes none")
+            self.history.ignore("Applied from a rank that owes none")
             return False
         return True
 
@@ -277,13 +266,13 @@ class RoundLifecycle:
             return False
         state.waiting_donors.discard(rank)
         state.ready.pop(rank, None)
-        self._history.left_out.append(LeftOut(state.number, rank, reason))
+        self.history.left_out.append(LeftOut(state.number, rank, reason))
         return True
 
     def abandon(self, state: Round, rank: int, reason: str) -> None:
         """Stop waiting for a rank that should apply the round's average, and count the reason."""
         state.waiting_replacers.discard(rank)
-        self._history.note_abandoned(reason)
+        self.history.note_abandoned(reason)
 
     def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
         """Append an `End` to ``sends`` for each of ``ranks`` that is live and has not been sent one."""

@@ -20,13 +20,12 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, ClosedError, current_world, validation
-from asyncdist.messaging import wire
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.joining.dispatcher import Application, PolicyDispatcher
 from asyncdist.protocols.joining.scopes import PolicyScopes
@@ -111,6 +110,8 @@ class AsyncSelectiveAveragingPolicy(Ported):
     """
 
     admits_restarted = True
+    #: Whether copies of the weights wait until those of other ranks are complete (see :class:`MemberRoles`).
+    _holds_copies: ClassVar[bool] = False
 
     @validation.names_options()
     def __init__(
@@ -257,7 +258,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         """
         services, members = self._services, self._members
         self.start_number = scopes.policy if self._island is None else scopes.between
-        states = self._states = self._open_states(scopes)
+        states = self._states = StateTransfer(services, scopes.policy)
         channels = MemberChannels(services, scopes)
         if epoch:
             channels.enter_epoch(epoch)
@@ -287,10 +288,6 @@ class AsyncSelectiveAveragingPolicy(Ported):
         services.spawn_service(self._listen(leadership, channels, roles), name="policy member")
         return leadership
 
-    def _open_states(self, scopes: PolicyScopes) -> StateTransfer:
-        scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
-        return StateTransfer(self._services, scope)
-
     def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
         if self._island is None:
             return None
@@ -300,9 +297,8 @@ class AsyncSelectiveAveragingPolicy(Ported):
     def _new_roles(
         self, channels: MemberChannels, coordinator_view: CoordinatorView, states: StateTransfer
     ) -> MemberRoles:
-        return MemberRoles(
-            self._services, self._member, channels, coordinator_view, self._resources, states, self._journal
-        )
+        facts = self._services, self._member, channels, coordinator_view, self._resources, states, self._journal
+        return MemberRoles(*facts, holds_copies=self._holds_copies)
 
     def _begin_membership(self, roles: MemberRoles, tracker: CoordinatorTracker) -> None:
         self._roles, self._tracker = roles, tracker
