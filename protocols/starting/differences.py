@@ -6,9 +6,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import torch
-
-from asyncdist import DisagreementError, Group, StartTimeoutError, World
+from asyncdist import (
+    DisagreementError,
+    Group,
+    StartTimeoutError,
+    World,
+    compute_and_broadcast,
+    reduce_and_broadcast,
+)
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
@@ -101,25 +106,14 @@ async def explained(
 
 
 async def _difference_in(group: Group, world: World, mine: Fingerprint) -> DisagreementError | None:
-    first, collectives = group.ranks[0], world.collectives
-    text = mine.to_text().encode()
-    length = await collectives.broadcast(torch.tensor(len(text), device="cpu"), group, first)
-    if world.rank == first:
-        theirs = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    else:
-        theirs = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    await collectives.broadcast(theirs, group, first)
-    first_model = Fingerprint.from_text(bytes(theirs.numpy()).decode())
-    difference = _wrapping(mine, first_model) or first_difference(mine, first_model)
+    first = group.ranks[0]
+    theirs = Fingerprint.from_text(await compute_and_broadcast(mine.to_text, group=group, world=world))
+    difference = _wrapping(mine, theirs) or first_difference(mine, theirs)
     note = f"{difference} (here: rank {world.rank}, there: rank {first})" if difference else ""
-    found = torch.zeros(512, dtype=torch.uint8, device="cpu")
-    encoded = note.encode()[: found.numel()]
-    found.numpy()[: len(encoded)] = list(encoded)
-    for other in await collectives.all_gather(found, group):
-        received = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
-        if received:
-            return DisagreementError(f"the models differ: {received}", difference="model")
-    return None
+    found: str = await reduce_and_broadcast(
+        lambda: note, lambda notes: next(filter(None, notes), ""), group=group, world=world
+    )
+    return DisagreementError(f"the models differ: {found}", difference="model") if found else None
 
 
 def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:
