@@ -6,15 +6,11 @@ moments in Adam, for example, would make the new weights NaN in the next step.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
+from asyncdist.functional.checkpoints.random_states import random_states, set_random_states
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.options import AveragingOptions, ModelBuilder
 from asyncdist.protocols.step_info import AverageApplied, StepInfo, UserEvents
@@ -105,8 +101,11 @@ class OwnState:
         self._infinities: KnownInfinities
         self._has_warned = False
         if self._model_builder is not None:
-            with _unchanged_random_numbers():
+            states = random_states()
+            try:
                 self._build(self._model_builder)
+            finally:
+                set_random_states(states)
 
     def begin(self) -> None:
         """Record, at the policy's start, which infinite values belong to the model, such as in masks."""
@@ -219,17 +218,3 @@ class OwnState:
                 f"model_builder must return a model with the same layout as the policy's model (here), but {difference}"
             )
         return fresh
-
-
-@contextlib.contextmanager
-def _unchanged_random_numbers() -> Iterator[None]:
-    """Restore the states of all generators of random numbers when the block ends."""
-    # All GPUs are listed, because the model need not be on the current one.
-    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    pythons, numpys = random.getstate(), np.random.get_state(legacy=False)
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(pythons)
-        np.random.set_state(numpys)
