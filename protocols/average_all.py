@@ -180,7 +180,10 @@ class AverageAllPolicy(Ported):
                 ranks=left,
             ) from None
         self._round += 1
-        nbytes = await self._average()
+        with self._weights.following():
+            await average_state(self.model, self._flat, self._own_group, world=self._world)
+        if self._resets_optimizer:
+            reset_optimizer_state(self.optimizer)
         size, seconds = self._group.size, self._world.time() - began_at
         self._average_count, self._average_s = self._average_count + 1, self._average_s + seconds
         info = StepInfo(
@@ -189,18 +192,11 @@ class AverageAllPolicy(Ported):
             donors=self._group.ranks,
             weights=(1.0 / size,) * size,
             seconds=seconds,
-            nbytes=nbytes,
+            nbytes=self._layout.nbytes,
         )
         weights = (1.0,) * size
         announce_average(self._on_event, self._flat, self._snapshots, self.iteration, info, weights)
         return info
-
-    async def _average(self) -> int:
-        with self._weights.following():
-            await average_state(self.model, self._flat, self._own_group, world=self._world)
-        if self._resets_optimizer:
-            reset_optimizer_state(self.optimizer)
-        return self._layout.nbytes
 
 
 async def _keep(info: StepInfo) -> None:

@@ -385,7 +385,11 @@ class PolicyDispatcher:
                 if message.key in self._applications:
                     self._applications[message.key].on_message(message, source)
             case _:
-                self._pass_on(message, source)
+                handler = self._policies.get(message.policy)
+                if handler is not None:
+                    handler(message, source)
+                elif message.policy in self._left and not isinstance(message, Declined):
+                    self.send(Declined(message.policy), source)
 
     def _handle_request(self, request: Request, source: int) -> None:
         same = [policy for policy, (key, _) in self._askable.items() if key == request.key]
@@ -398,10 +402,3 @@ class PolicyDispatcher:
         waits = request.key in self._applications
         if not any(may_be_granted) and (waits or same or request.key in self._left.values()):
             self.send(NotMember(request.key, has_ended=not waits), source)
-
-    def _pass_on(self, message: SuccessionMessage | IslandMessage | Waiting, source: int) -> None:
-        handler = self._policies.get(message.policy)
-        if handler is not None:
-            handler(message, source)
-        elif message.policy in self._left and not isinstance(message, Declined):
-            self.send(Declined(message.policy), source)

@@ -124,7 +124,9 @@ class Coordinator:
                     self._handle_newcomer(rank, self._newcomers.pop(rank))
                 while self._guests:
                     self._handle_guest(*self._guests.popitem())
-                if (wrong := core.trend.take_wrong()) is not None and self._warns_of_trend():
+                is_first = self._migration is None or self._migration.is_first
+                wrong = core.trend.take_wrong()
+                if wrong is not None and is_first and not self._journal.is_direction_certain:
                     logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
                 if core.blanks.take_found():
                     logger.warning("%s", blank_warning(self._journal.title(), "the metric of every rank"))
@@ -173,10 +175,6 @@ class Coordinator:
         """Queue an invitation for a rank of another island to send its weights to this island."""
         self._guests[rank] = incarnation
         self._services.engine.recheck()
-
-    def _warns_of_trend(self) -> bool:
-        is_first = self._migration is None or self._migration.is_first
-        return is_first and not self._journal.is_direction_certain
 
     def _is_over(self) -> bool:
         return self._is_stopped or self.core.finished

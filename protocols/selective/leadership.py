@@ -6,6 +6,7 @@ may be reserved for :func:`coordinate`, so that it is not a member and does not 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -78,7 +79,6 @@ class Leadership:
         migration: Migration | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self._journal = journal
         self._migration = migration
         self._services = services
         self._members = tuple(members)
@@ -87,9 +87,17 @@ class Leadership:
         coordinator = succession.coordinator
         assert coordinator is not None, "a policy begins with a coordinator"
         self._participants = range(services.size) if is_world else dict.fromkeys((*members, coordinator))
-        self._rules = rules
         self._scopes = scopes
-        self._model_nbytes = model_nbytes
+        self._new_coordinator = functools.partial(
+            Coordinator,
+            services,
+            ranks=self._members,
+            rules=rules,
+            scopes=scopes,
+            model_nbytes=model_nbytes,
+            migration=migration,
+            journal=journal,
+        )
         self._roles = roles
         self._succession = succession
         self._has_left = self._is_reserved = roles is None
@@ -357,17 +365,7 @@ class Leadership:
         self._notify_member(epoch, services.rank)
 
     def _serve(self, *, epoch: int, members: Sequence[int]) -> None:
-        self._serving = Coordinator(
-            self._services,
-            members,
-            self._members,
-            self._rules,
-            self._scopes,
-            epoch=epoch,
-            model_nbytes=self._model_nbytes,
-            migration=self._migration,
-            journal=self._journal,
-        )
+        self._serving = self._new_coordinator(members=members, epoch=epoch)
         if not self._is_reserved:
             self._services.spawn_service(self._run(self._serving), name="coordinator")
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from asyncdist.protocols.ranking import order_worst_first
 from asyncdist.protocols.selective.islands.migrants import Migrants
-from asyncdist.protocols.selective.messages import End, PackedAssign, PackedFrozen
+from asyncdist.protocols.selective.messages import End, PackedAssign, PackedFrozen, count_reason
 from asyncdist.protocols.selective.plan import Freeze, Plan
 from asyncdist.protocols.selective.roster import Member, Newcomers, ReportRecord, Roster, Send, sends_of
 from asyncdist.protocols.selective.selection import Decision, SelectiveRules, reducers_of, sources_of
@@ -272,7 +272,7 @@ class RoundLifecycle:
     def abandon(self, state: Round, rank: int, reason: str) -> None:
         """Stop waiting for a rank that should apply the round's average, and count the reason."""
         state.waiting_replacers.discard(rank)
-        self.history.note_abandoned(reason)
+        count_reason(self.history.abandoned, reason)
 
     def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
         """Append an `End` to ``sends`` for each of ``ranks`` that is live and has not been sent one."""

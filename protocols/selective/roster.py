@@ -48,11 +48,6 @@ class ReportRecord(NamedTuple):
     step_s: float
     received_at: float
 
-    @property
-    def is_finite(self) -> bool:
-        """True if the metric is finite."""
-        return math.isfinite(self.value)
-
 
 #: Creates a ReportRecord from a tuple in half the time of ReportRecord(...). Each report creates one.
 as_record: Final[Callable[[tuple[int, float, float, float]], ReportRecord]] = partial(tuple.__new__, ReportRecord)

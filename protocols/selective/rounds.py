@@ -13,7 +13,7 @@ from asyncdist.protocols.selective.lifecycle import Round, RoundLifecycle
 from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin
 from asyncdist.protocols.selective.roster import Departures, Member, Roster, Send, as_record, values_of
 from asyncdist.protocols.selective.selection import SelectiveRules, decide
-from asyncdist.protocols.selective.statistics import CoordinatorStatistics
+from asyncdist.protocols.selective.statistics import CoordinatorStatistics, Straggler
 from asyncdist.protocols.selective.waiting import PLAUSIBLE_MAX_S, plausible_s
 
 
@@ -216,7 +216,7 @@ class RoundCoordinator:
         if member.report is not None and member.report.iteration <= member.applied_iteration:
             member.report = None
             self.roster.mark(member, fresh=False)
-            self._patience.on_report_invalid(rank)
+            self._patience.awaited.add(rank)
         return (*admissions, *self._advance(now))
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
@@ -341,7 +341,8 @@ class RoundCoordinator:
         paces = ((rank, members[rank].pace(now)) for rank in usable)
         slowest = self.roster.slowest_pace(usable, now)
         slow = self._patience.slow_ranks(paces, self.roster.cadence_s(), now, slowest=slowest)
-        self._history.note_stragglers(self._decision_count, self.roster.stragglers(slow, start, now), start)
+        late = self.roster.stragglers(slow, start, now)
+        self._history.stragglers += [(Straggler(self._decision_count, rank, after_s), start) for rank, after_s in late]
         self.roster.mark_reports_judged()
         self._window_start = None
         judged = {rank: report for rank, report in usable.items() if rank not in slow} if slow else usable

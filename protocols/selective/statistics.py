@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from asyncdist.protocols.journal import format_table
-from asyncdist.protocols.selective.messages import count_reason
 from asyncdist.wording import size_in_words
 
 
@@ -119,19 +118,6 @@ class History:
     def ignore(self, what: str) -> None:
         """Count an ignored message. ``what`` names its kind and the reason."""
         self.ignored[what] += 1
-
-    def note_abandoned(self, reason: str) -> None:
-        """Count a rank that should have applied an average but has failed, left or was lost."""
-        count_reason(self.abandoned, reason)
-
-    def note_stragglers(self, decision: int, late: Iterable[tuple[int, float | None]], start: float) -> None:
-        """Record the members for which a decision or its round did not wait.
-
-        Args:
-            late: Rank and delay in seconds of each of these members.
-            start: Arrival time of the decision's first report.
-        """
-        self.stragglers.extend((Straggler(decision, rank, offset_s), start) for rank, offset_s in late)
 
     def note_arrival(self, rank: int, now: float) -> None:
         """Set the ``offset_s`` of a straggler whose report has arrived."""

@@ -5,6 +5,7 @@ it is called a *guest*, and can be a donor. This is the island model of evolutio
 Rana and Heckendorn 1999). Unlike in that model, an emigrant stays in its own island and sends only its weights.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
@@ -43,7 +44,7 @@ class Migrants:
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]
-        if reports[best].is_finite:
+        if math.isfinite(reports[best].value):
             self._emigrant = best
             self.emigrant_count += 1
 

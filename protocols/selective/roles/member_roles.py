@@ -281,17 +281,14 @@ class MemberRoles:
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
-                self._fail(exchange.round, fault)
+                instructions = self.member.on_failed(exchange.round, fault)
+                if instructions:
+                    logger.info("round %d: abandoned, %s", exchange.round, fault)
+                self.carry_out(instructions)
             elif self.member.on_averaged(exchange.round):
                 exchange.keep_average()
         finally:
             exchange.close()
-
-    def _fail(self, round: int, reason: str) -> None:
-        instructions = self.member.on_failed(round, reason)
-        if instructions:
-            logger.info("round %d: abandoned, %s", round, reason)
-        self.carry_out(instructions)
 
     def abandon(self, round: int, reason: str) -> None:
         """Abandon the average of ``round``, whether complete or not, for ``reason``."""
