@@ -24,8 +24,8 @@ from asyncdist.protocols.replay_buffer.client import ReplayBuffer
 from asyncdist.protocols.replay_buffer.server import serve_replay_buffer
 from asyncdist.protocols.replay_buffer.values import ReplayStatistics, Sample
 from asyncdist.protocols.replica_averaging.policy import ReplicaAveragingPolicy
+from asyncdist.protocols.selective.leadership import coordinate
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
-from asyncdist.protocols.selective.reserved import coordinate
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
 from asyncdist.protocols.selective_diloco.policy import SelectiveDiLoCoPolicy

@@ -15,7 +15,7 @@ of each contribution (6 ms), and copies the mean (10 ms), because it may be free
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
@@ -29,8 +29,9 @@ from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import AverageAllOptions, AveragingOptions, CommonOptions, MemberOptions
+from asyncdist.protocols.own_state import announce_average
 from asyncdist.protocols.ported import Ported
-from asyncdist.protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
+from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 from asyncdist.wording import ranks_in_words, size_in_words
@@ -179,7 +180,10 @@ class AverageAllPolicy(Ported):
                 ranks=left,
             ) from None
         self._round += 1
-        nbytes = await self._average()
+        with self._weights.following():
+            await average_state(self.model, self._flat, self._own_group, world=self._world)
+        if self._resets_optimizer:
+            reset_optimizer_state(self.optimizer)
         size, seconds = self._group.size, self._world.time() - began_at
         self._average_count, self._average_s = self._average_count + 1, self._average_s + seconds
         info = StepInfo(
@@ -188,29 +192,11 @@ class AverageAllPolicy(Ported):
             donors=self._group.ranks,
             weights=(1.0 / size,) * size,
             seconds=seconds,
-            nbytes=nbytes,
+            nbytes=self._layout.nbytes,
         )
-        if self._on_event is not None:
-            self._announce(self._on_event, info)
+        weights = (1.0,) * size
+        announce_average(self._on_event, self._flat, self._snapshots, self.iteration, info, weights)
         return info
-
-    async def _average(self) -> int:
-        with self._weights.following():
-            await average_state(self.model, self._flat, self._own_group, world=self._world)
-        if self._resets_optimizer:
-            reset_optimizer_state(self.optimizer)
-        return self._layout.nbytes
-
-    def _announce(self, on_event: Callable[[PolicyEvent], None], info: StepInfo) -> None:
-        donors = info.donors
-        weights = (1.0,) * len(donors)
-        state = self._snapshots.acquire()
-        try:
-            self._flat.snapshot(state)
-            facts = info.round, donors, weights, donors[0], self.iteration
-            on_event(AverageApplied(*facts, state.by_name(), info=info))
-        finally:
-            self._snapshots.release(state)
 
 
 async def _keep(info: StepInfo) -> None:

@@ -20,7 +20,7 @@ from asyncdist import validation
 T = TypeVar("T")
 #: Function of an option's name and value that returns the value to store, or raises TypeError or ValueError.
 Check: TypeAlias = Callable[[str, Any], Any]
-_KEY: Final = "option"
+_DOC: Final = "doc"  # key of the documentation among the metadata of a field that declares an option
 #: Maximum length of a value's text that is compared in full between the ranks.
 _TEXT_LENGTH_MAX: Final = 1000
 #: Headings of the option groups, in documentation order.
@@ -34,17 +34,6 @@ GROUPS: Final = (
     "islands",
     "coordinator",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """Metadata of a policy option: the arguments of :func:`option` except the default."""
-
-    doc: str
-    check: Check
-    group: str
-    is_agreed: bool
-    shown: str = ""
 
 
 def option(
@@ -64,7 +53,8 @@ def option(
         is_agreed: Whether the value must be equal on all members.
         shown: Python expression for the default in documentation; its ``repr`` by default.
     """
-    return field(default=default, metadata={_KEY: Option(doc, check, group, is_agreed, shown)})
+    facts = {_DOC: doc, "check": check, "group": group, "is_agreed": is_agreed, "shown": shown}
+    return field(default=default, metadata=facts)
 
 
 def like(kind: type[Options], name: str, default: Any = MISSING) -> Any:
@@ -82,7 +72,7 @@ class Options:
         for each in declared(type(self)):
             value = getattr(self, each.name)
             try:
-                checked = each.metadata[_KEY].check(each.name, value)
+                checked = each.metadata["check"](each.name, value)
             except OverflowError:
                 validation.refuse(each.name, value, "a number, or numbers, that a float can represent")
             object.__setattr__(self, each.name, checked)
@@ -94,7 +84,7 @@ class Options:
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all members, by name, as JSON values."""
-        found = [each.name for each in declared(type(self)) if each.metadata[_KEY].is_agreed]
+        found = [each.name for each in declared(type(self)) if each.metadata["is_agreed"]]
         return {name: shortened(getattr(self, name)) for name in found}
 
 
@@ -118,7 +108,7 @@ def declared(kind: type[Options]) -> tuple[Field[Any], ...]:
 
 @functools.cache  # each rank of a simulation makes policies of the same classes
 def _declared(kind: type[Options]) -> tuple[Field[Any], ...]:
-    return tuple(each for each in fields(kind) if _KEY in each.metadata)
+    return tuple(each for each in fields(kind) if _DOC in each.metadata)
 
 
 def with_options(options: type, *kinds: type[Options]) -> Callable[[type[T]], type[T]]:
@@ -153,7 +143,7 @@ def _parameter(each: Field[Any]) -> inspect.Parameter:
 
 def by_group(options: list[Field[Any]]) -> dict[str, list[Field[Any]]]:
     """Return the options by group heading, in the order of the groups."""
-    found = {group: [each for each in options if each.metadata[_KEY].group == group] for group in GROUPS}
+    found = {group: [each for each in options if each.metadata["group"] == group] for group in GROUPS}
     return {group: members for group, members in found.items() if members}
 
 
@@ -164,7 +154,7 @@ def listed(options: list[Field[Any]]) -> str:
         lines.append(f"Options, {group}:")
         for each in members:
             default = "required" if each.default is MISSING else f"default {_shown(each)}"
-            text = f"{each.name} ({default}): {each.metadata[_KEY].doc}"
+            text = f"{each.name} ({default}): {each.metadata[_DOC]}"
             lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="        ")
     return "\n".join(lines)
 
@@ -174,13 +164,13 @@ def in_markdown(options: list[Field[Any]]) -> str:
     lines = []
     for each in options:
         default = "required" if each.default is MISSING else f"default `{_shown(each)}`".replace("'", '"')
-        text = f"- `{each.name}` ({default}): {each.metadata[_KEY].doc}"
+        text = f"- `{each.name}` ({default}): {each.metadata[_DOC]}"
         lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
 
 def _shown(each: Field[Any]) -> str:
-    return each.metadata[_KEY].shown or repr(each.default)
+    return each.metadata["shown"] or repr(each.default)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -208,11 +198,18 @@ def integer(least: int, besides: str = "") -> Check:
     return lambda name, value: validation.count(name, value, least=least, besides=besides)
 
 
-def boolean(name: str, value: Any) -> bool:
-    """Return ``value``. Raise TypeError unless it is True or False."""
-    if not isinstance(value, bool):
-        validation.refuse(name, value, "True or False", TypeError)
-    return value
+def instance(kind: type, allowed: str) -> Check:
+    """Return a check for instances of ``kind``, which the error describes as ``allowed``."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            validation.refuse(name, value, allowed, TypeError)
+        return value
+
+    return check
+
+
+boolean: Final[Check] = instance(bool, "True or False")
 
 
 def or_none(check: Check) -> Check:

@@ -7,14 +7,14 @@ types for functions with ``**options``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import nn
 
 from asyncdist import Group, World, validation
-from asyncdist.protocols.declared import Options, function, integer, like, one_of, option, or_none
+from asyncdist.protocols.declared import Options, function, instance, integer, like, one_of, option, or_none
 from asyncdist.protocols.metrics import Metric
 from asyncdist.protocols.one_sided.selection import ReplacementMode
 from asyncdist.protocols.ranking import AveragingStrategy as AveragingStrategy, JudgingRules, MetricMode as MetricMode
@@ -134,26 +134,10 @@ class OneSidedOptions(ReadingOptions, MemberOptions, total=False):
     model_builder: ModelBuilder | None
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        validation.refuse(name, value, "a string", TypeError)
+def _text(name: str, value: Any) -> Any:
+    instance(str, "a string")(name, value)
     if len(value) > _NAME_LENGTH_MAX:
         validation.refuse(name, value, f"a string of up to {_NAME_LENGTH_MAX} characters")
-    return value
-
-
-def _instance(kind: type) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
-        if value is not None and not isinstance(value, kind):
-            validation.refuse(name, value, f"a {kind.__name__} or None", TypeError)
-        return value
-
-    return check
-
-
-def _dict(name: str, value: Any) -> Any:
-    if not isinstance(value, dict | None):
-        validation.refuse(name, value, "a dict or None", TypeError)
     return value
 
 
@@ -181,10 +165,16 @@ class CommonOptions(Options):
         group=_MEMBERS,
     )
     group: Group | None = option(
-        "Ranks that take part; all ranks by default.", _instance(Group), default=None, group=_MEMBERS
+        "Ranks that take part; all ranks by default.",
+        or_none(instance(Group, "a Group or None")),
+        default=None,
+        group=_MEMBERS,
     )
     world: World | None = option(
-        "World of this rank; the current world by default.", _instance(World), default=None, group=_MEMBERS
+        "World of this rank; the current world by default.",
+        or_none(instance(World, "a World or None")),
+        default=None,
+        group=_MEMBERS,
     )
     start_timeout_s: float = option(
         "Seconds to wait for the last member at the start.", validation.seconds, default=60.0, group=_MEMBERS
@@ -230,7 +220,7 @@ class AveragingOptions(Options):
     )
     timing: dict[str, list[float]] | None = option(
         "Dict that receives a list of durations in seconds for each of `snapshot` or `publish`, `read` and `apply`.",
-        _dict,
+        or_none(instance(dict, "a dict or None")),
         default=None,
         group=_MEMBERS,
     )
@@ -288,15 +278,3 @@ class CoordinatorOptions(Options):
         group="coordinator",
         is_agreed=True,
     )
-
-
-@dataclass(slots=True)
-class Timing:
-    """Collects durations in the user's ``timing`` dict, which maps names to lists of seconds."""
-
-    seconds: dict[str, list[float]] | None = field(default=None)
-
-    def add(self, name: str, duration_s: float) -> None:
-        """Append a duration in seconds to the list of ``name``. Do nothing without a dict."""
-        if self.seconds is not None:
-            self.seconds.setdefault(name, []).append(duration_s)

@@ -1,4 +1,4 @@
-"""Checks whether a rank's state may be sent to other ranks, and replaces its weights with an average.
+"""Checks whether a rank's state may be sent to other ranks, replaces its weights, and reports the replacement.
 
 A replaced rank keeps a share of its own weights (``momentum``) and its optimizer's state only if they are finite. NaN
 moments in Adam, for example, would make the new weights NaN in the next step.
@@ -6,16 +6,15 @@ moments in Adam, for example, would make the new weights NaN in the next step.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-import torch
-
+from asyncdist.functional.checkpoints.random_states import random_states, set_random_states
+from asyncdist.messaging.services import Services
 from asyncdist.protocols.options import AveragingOptions, ModelBuilder
-from asyncdist.tensors.flat_state import FlatBuffers, FlatState, first_difference
+from asyncdist.protocols.step_info import AverageApplied, StepInfo, UserEvents
+from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool, first_difference
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 from asyncdist.tensors.optimizers.weights import OptimizerWeights
@@ -23,8 +22,68 @@ from asyncdist.tensors.optimizers.weights import OptimizerWeights
 logger = logging.getLogger("protocols.own_state")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NewWeights:
+    """New weights of a rank, and their origin.
+
+    Attributes:
+        donors: Ranks whose weights were averaged, ascending; empty for fresh weights from ``model_builder``.
+        weights: Coefficients of the donors in the average, in the same order, not normalised.
+        iterations: Iteration at which each donor took its snapshot.
+        best: Donor whose integer and bool entries are copied; -1 for fresh weights.
+        versions: Version of each donor's snapshot, if snapshots are published; otherwise empty.
+        average: Mean of the donors' states; None for fresh weights.
+        began_at: Time at which the rank was assigned as a replacer, or decided to replace its weights.
+        route: Route of the donors' weights, ``"direct"`` or ``"sharded"``, or "".
+    """
+
+    round: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    iterations: tuple[int, ...]
+    best: int
+    versions: tuple[int, ...] = ()
+    average: FlatBuffers | None
+    began_at: float
+    nbytes: int
+    coordinator: int = -1
+    route: str = ""
+
+
+def announce_average(
+    on_event: Callable[[AverageApplied], None] | None,
+    flat: FlatState,
+    snapshots: SnapshotPool,
+    iteration: int,
+    info: StepInfo,
+    weights: Sequence[float],
+    best: int | None = None,
+    versions: tuple[int, ...] = (),
+) -> None:
+    """Pass :class:`AverageApplied`, with this rank's new state, to the user's ``on_event`` callback, if there is one.
+
+    Args:
+        info: Result of the step.
+        best: Donor whose integer and bool entries were copied; None for the first donor, or -1 without donors.
+    """
+    if on_event is None:
+        return
+    state = snapshots.acquire()
+    try:
+        flat.snapshot(state)
+        best = (*info.donors, -1)[0] if best is None else best
+        facts = info.round, info.donors, tuple(weights), best, iteration
+        on_event(AverageApplied(*facts, state.by_name(), versions, info))
+    finally:
+        snapshots.release(state)
+
+
 class OwnState:
-    """Checks and replaces the state of one rank's model and optimizer.
+    """Checks and replaces the state of one rank's model and optimizer, and reports replacements to the user.
+
+    Attributes:
+        snapshots: Memory for copies of the model.
+        events: Passes events to the user's callback.
 
     Raises:
         ValueError: ``model_builder`` returns a model with a different layout; the message names the first difference.
@@ -36,15 +95,21 @@ class OwnState:
         self._momentum = float(options.momentum)
         self._resets_optimizer = options.resets_optimizer
         self._model_builder = options.model_builder if options.makes_fresh_weights else None
-        self._known: KnownInfinities | None = None
+        self._timing = options.timing
+        self.snapshots = SnapshotPool(flat)
+        self.events = UserEvents(options.on_event)
+        self._infinities: KnownInfinities
         self._has_warned = False
         if self._model_builder is not None:
-            with _unchanged_random_numbers():
+            states = random_states()
+            try:
                 self._build(self._model_builder)
+            finally:
+                set_random_states(states)
 
     def begin(self) -> None:
         """Record, at the policy's start, which infinite values belong to the model, such as in masks."""
-        self._known = KnownInfinities(self._flat)
+        self._infinities = KnownInfinities(self._flat)
 
     def can_be_sent(self, snapshot: FlatBuffers) -> bool:
         """Return whether a snapshot may be sent to other ranks, i.e. has no unexpected NaN or infinity.
@@ -75,23 +140,57 @@ class OwnState:
             return "the optimizer's state was not finite"
         return ""
 
-    def adopt_average(self, average: FlatBuffers, nonfinite: str | None = None, momentum: float | None = None) -> str:
-        """Replace the weights with an average.
+    def apply(
+        self,
+        new: NewWeights,
+        iteration: int,
+        services: Services,
+        nonfinite: str | None = None,
+        momentum: float | None = None,
+    ) -> StepInfo:
+        """Replace the weights in place, and return the result of the step.
+
+        If this rank's state was not finite, momentum is ignored and the optimizer's state is reset.
 
         Args:
             nonfinite: Result of :meth:`describe_nonfinite` on a rank of this replica; None to call it now.
             momentum: Share of the own weights; None for the value of the option.
-
-        Returns:
-            Description of the non-finite state, or "". If the state was not finite, momentum is ignored and the
-            optimizer's state is reset.
         """
-        nonfinite = self.describe_nonfinite() if nonfinite is None else nonfinite
-        kept = self._momentum if momentum is None else momentum
-        self.load(average, momentum=0.0 if nonfinite else kept)
-        if self._resets_optimizer or nonfinite:
+        recovered = ""
+        if new.donors:
+            assert new.average is not None, f"round {new.round} is complete without an average"
+            recovered = self.describe_nonfinite() if nonfinite is None else nonfinite
+            kept = self._momentum if momentum is None else momentum
+            self.load(new.average, momentum=0.0 if recovered else kept)
+        else:
+            self._take_fresh()
+        if self._resets_optimizer or recovered:
             reset_optimizer_state(self._weights.optimizer)
-        return nonfinite
+        total = sum(new.weights)
+        return StepInfo(
+            averaged_this_iteration=True,
+            round=new.round,
+            donors=new.donors,
+            weights=tuple(weight / total for weight in new.weights),
+            staleness_steps=max([0, *(iteration - taken_at for taken_at in new.iterations)]),
+            seconds=services.time() - new.began_at,
+            nbytes=new.nbytes,
+            recovered=recovered,
+            coordinator=new.coordinator,
+            route=new.route,
+        )
+
+    def announce(self, new: NewWeights, iteration: int, info: StepInfo) -> None:
+        """Pass :class:`AverageApplied`, with this rank's new state, to the user's ``on_event`` callback."""
+        on_event = self.events.deliver_now if self.events.has_callback else None
+        announce_average(
+            on_event, self._flat, self.snapshots, iteration, info, new.weights, best=new.best, versions=new.versions
+        )
+
+    def note_time(self, name: str, duration_s: float) -> None:
+        """Append a duration in seconds to the list of ``name`` in the user's ``timing`` dict, if there is one."""
+        if self._timing is not None:
+            self._timing.setdefault(name, []).append(duration_s)
 
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0, has_new_state: bool = False) -> None:
         """Write weights into the model, and update the copies of weights in the optimizer's state.
@@ -101,19 +200,13 @@ class OwnState:
         with self._weights.following(has_new_state=has_new_state):
             self._flat.load(buffers, momentum=momentum)
 
-    def take_fresh(self) -> None:
-        """Replace the weights with those of a new model from ``model_builder``, and clear the optimizer's state."""
+    def _take_fresh(self) -> None:
+        """Replace the weights with those of a new model from ``model_builder``."""
         assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
         fresh = self._build(self._model_builder)
         buffers = fresh.new_buffers()
         fresh.snapshot(buffers)
         self.load(buffers)
-        reset_optimizer_state(self._weights.optimizer)
-
-    @property
-    def _infinities(self) -> KnownInfinities:
-        assert self._known is not None, "a policy that has not started"
-        return self._known
 
     def _build(self, model_builder: ModelBuilder) -> FlatState:
         built = model_builder()
@@ -125,17 +218,3 @@ class OwnState:
                 f"model_builder must return a model with the same layout as the policy's model (here), but {difference}"
             )
         return fresh
-
-
-@contextlib.contextmanager
-def _unchanged_random_numbers() -> Iterator[None]:
-    """Restore the states of all generators of random numbers when the block ends."""
-    # All GPUs are listed, because the model need not be on the current one.
-    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
-    pythons, numpys = random.getstate(), np.random.get_state(legacy=False)
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(pythons)
-        np.random.set_state(numpys)

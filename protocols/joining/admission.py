@@ -1,7 +1,7 @@
 """Admits restarted ranks (*newcomers*) to a running policy, with the whole state of the policy's leader.
 
 A newcomer finds the policy through the dispatcher that all policies of a rank share
-(:mod:`protocols.joining.newcomers`). The leader copies its state inside its next ``step``, and admits the newcomer at
+(:mod:`protocols.joining.dispatcher`). The leader copies its state inside its next ``step``, and admits the newcomer at
 the same moment. The newcomer's first round is therefore the round after this state. Newcomers are admitted one at a
 time.
 
@@ -19,13 +19,19 @@ from typing import Any
 import torch
 
 from asyncdist import AsyncdistError, RankLostError, StartTimeoutError
-from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
-from asyncdist.protocols.joining.dispatcher import PolicyDispatcher
+from asyncdist.protocols.joining.dispatcher import (
+    ASK_AGAIN_S,
+    PolicyDispatcher,
+    Refusal,
+    Request,
+    Welcome,
+    digest_of,
+    key_of,
+)
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.messages import Declined, Waiting
-from asyncdist.protocols.joining.newcomers import ASK_AGAIN_S, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import StateTransfer, copied, state_nbytes_max, unpacked
 from asyncdist.waits import WaitId, WaitKind
@@ -60,8 +66,7 @@ class Admission:
         membership.call_when_leading(self._answer_kept)
         self._dispatcher = services.shared(PolicyDispatcher)
         self._dispatcher.open(scopes.policy, self._on_message, key_of(ranks, values), self._on_request)
-        scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
-        self._states = StateTransfer(services, scope)
+        self._states = StateTransfer(services, scopes.policy)
 
     @property
     def is_asked(self) -> bool:
@@ -215,37 +220,3 @@ class Admission:
             facts = scopes.policy, scopes.to_members, scopes.to_coordinator, 0, members
             self._dispatcher.send(Welcome(request.key, *facts), source)
             self._applicants[source] = request.incarnation, request.attempt
-
-
-def newest_left(services: Services, ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return the number of the newest policy with these values that this rank has left, or 0 if there is none."""
-    return services.shared(PolicyDispatcher).newest_left(key_of(ranks, values))
-
-
-async def welcomed(
-    services: Services,
-    ranks: Sequence[int],
-    values: Mapping[str, str],
-    timeout_s: float,
-    *,
-    left: int,
-    attempt: int,
-    replica_ranks: Sequence[int] = (),
-) -> tuple[Welcome, int]:
-    """Ask all members to admit this restarted rank. Return the leader's answer and rank.
-
-    Args:
-        left: Result of :func:`newest_left` before the first attempt to join.
-        attempt: Number of this attempt to join, from 1.
-        replica_ranks: Ranks of this rank's replica, which are not asked.
-
-    Raises:
-        ClosedError: All other ranks were restarted as well, so the policy is not running on any rank.
-        AsyncdistError: The policy has other values or has ended, or no leader has answered in time.
-    """
-    options = {"left": left, "attempt": attempt, "replica_ranks": replica_ranks}
-    application = services.shared(PolicyDispatcher).apply(ranks, values, timeout_s, **options)
-    try:
-        return await application.welcomed()
-    finally:
-        application.close()

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from asyncdist import AsyncdistError, ClosedError, LateError, LocalProtocolError, RankLostError
-from asyncdist.protocols.joining.admission import Admission, newest_left, welcomed
+from asyncdist.protocols.joining.admission import Admission
+from asyncdist.protocols.joining.dispatcher import PolicyDispatcher, Welcome, key_of
 from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.newcomers import Welcome
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.joining.state_transfer import check_sendable, cloned
@@ -88,7 +88,7 @@ class JoinablePolicy(SpawnPolicy):
         # Include ranks that were restarted since the start was agreed on. Members that begin earlier still count them,
         # so all members see the same changes of the leader.
         members = [rank for rank in self._leading_order() if rank in meeting.ranks]
-        scopes = PolicyScopes(meeting.ranks, agreed)
+        scopes = PolicyScopes.of_start(meeting.ranks, agreed)
         self.start_number = scopes.policy
         facts = self._services, scopes, members
         self._open(Membership(*facts, known=known, replaced=lost, replicas=self._replicas), scopes)
@@ -114,9 +114,8 @@ class JoinablePolicy(SpawnPolicy):
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         check_sendable(self.model, self.optimizer)
         values = self._shared_values()
-        left = newest_left(
-            self._services, self._member_ranks(), values
-        )  # before any attempt: a failed one leaves a policy
+        # Before any attempt, because a failed one leaves a policy.
+        left = self._services.shared(PolicyDispatcher).newest_left(key_of(self._member_ranks(), values))
         attempt = 1
         try:
             while not await self._try_to_join(values, left, attempt, may_start=was_admitted):
@@ -136,9 +135,12 @@ class JoinablePolicy(SpawnPolicy):
         deadline = self._world.time() + self._start_timeout_s if self._replicas.size == 1 else None
         await self._rejoin_replica()
         try:
-            facts = self._services, self._member_ranks(), values, self._start_timeout_s
-            own_replica = self._replicas.replica_ranks(self._world.rank)
-            welcome, leader = await welcomed(*facts, left=left, attempt=attempt, replica_ranks=own_replica)
+            facts = self._member_ranks(), values, self._start_timeout_s
+            own = self._replicas.replica_ranks(self._world.rank)
+            with self._services.shared(PolicyDispatcher).applying(
+                *facts, left=left, attempt=attempt, replica_ranks=own
+            ) as application:
+                welcome, leader = await application.welcomed()
         except AsyncdistError as error:
             # If all other ranks were restarted as well, no policy is running.
             is_startable = may_start and isinstance(error, ClosedError)

@@ -14,8 +14,9 @@ from asyncdist import validation
 from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, rejoined_replica
 from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.options import MemberOptions
+from asyncdist.protocols.own_state import announce_average
 from asyncdist.protocols.starting.differences import LEFT_OUT
-from asyncdist.protocols.step_info import AverageApplied, PolicyEvent, StepInfo
+from asyncdist.protocols.step_info import PolicyEvent, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group, reshard
 from asyncdist.tensors.flat_state import SnapshotPool
 
@@ -125,13 +126,4 @@ class ReplicatedPolicy(JoinablePolicy):
     def _announce_average(
         self, on_event: Callable[[PolicyEvent], None] | None, info: StepInfo, weights: Sequence[float]
     ) -> None:
-        if on_event is None:
-            return
-        state = self._snapshots.acquire()
-        try:
-            self._flat.snapshot(state)
-            best = info.donors[0] if info.donors else -1
-            facts = info.round, info.donors, tuple(weights), best, self.iteration
-            on_event(AverageApplied(*facts, state.by_name(), info=info))
-        finally:
-            self._snapshots.release(state)
+        announce_average(on_event, self._flat, self._snapshots, self.iteration, info, weights)

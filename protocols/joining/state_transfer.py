@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from asyncdist import BusyError, ClosedError, Envelope, Group, RankLostError, RemoteProtocolError, World, tags
+from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
@@ -141,13 +142,10 @@ def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
 
 
 class WholeState(Protocol):
-    """Interface to save and restore a member's optimizer and policy state."""
+    """Interface to save a member's optimizer and policy state."""
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return the state as a tree of dicts, lists, tuples, numbers, strings and tensors."""
-
-    def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Load another member's state, and return the iteration at which this rank resumes."""
 
 
 class StateAdopter(Protocol):
@@ -198,9 +196,14 @@ async def broadcast_bytes(world: World, own: torch.Tensor, group: Group, root: i
 
 
 class StateTransfer:
-    """Sends this rank's optimizer and policy state to restarted ranks, or receives a member's state."""
+    """Sends this rank's optimizer and policy state to restarted ranks, or receives a member's state.
 
-    def __init__(self, services: Services, scope: int) -> None:
+    Args:
+        policy: Number of the policy (:attr:`PolicyScopes.policy`).
+    """
+
+    def __init__(self, services: Services, policy: int) -> None:
+        scope = wire.scope_of((), f"states of policy {policy}", 0)
         self._services = services
         self._offered: tuple[int, torch.Tensor] | None = None
         self._under_way: dict[tuple[int, int], OutboundStream] = {}

@@ -26,7 +26,6 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.one_sided import FollowedWindow, VersionedWindow, maps_windows, open_versioned_window
 from asyncdist.messaging import wire
 from asyncdist.messaging.streams import CHUNK_NBYTES
-from asyncdist.protocols.applier import Applier, NewWeights
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy import JoinablePolicy
@@ -36,11 +35,11 @@ from asyncdist.protocols.one_sided.following import WindowFollower
 from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
 from asyncdist.protocols.one_sided.selection import Choice
 from asyncdist.protocols.one_sided.statistics import Durations
-from asyncdist.protocols.options import AveragingOptions, MeasuredOptions, Timing
-from asyncdist.protocols.own_state import OwnState
-from asyncdist.protocols.step_info import NOTHING, SnapshotTaken, StepInfo, UserEvents
+from asyncdist.protocols.options import AveragingOptions, MeasuredOptions
+from asyncdist.protocols.own_state import NewWeights, OwnState
+from asyncdist.protocols.step_info import NOTHING, SnapshotTaken, StepInfo
 from asyncdist.tensors.byte_layout import Packing
-from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
+from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.one_sided.policy")
@@ -77,13 +76,10 @@ class OneSidedPolicy(JoinablePolicy):
         )
         self._own = OwnState(self._flat, self._weights, averaging)
         self._read_timeout_s = read_timeout_s
-        self._timing = Timing(averaging.timing)
         self._durations: dict[str, Durations] = {}
         self._packing = Packing(self._flat.entries)
         self._states: dict[int, FlatBuffers] = {}
-        self._snapshots = SnapshotPool(self._flat)
-        self._events = UserEvents(averaging.on_event)
-        self._applier = Applier(self._flat, self._own, self._snapshots, self._events)
+        self._snapshots, self._events = self._own.snapshots, self._own.events
         self._chunk_nbytes = CHUNK_NBYTES
         self._reader: DonorReader
         self._exposure: VersionedWindow | None = None
@@ -360,14 +356,14 @@ class OneSidedPolicy(JoinablePolicy):
             began_at=replacement.judged_at,
             nbytes=replacement.nbytes,
         )
-        info = self._applier.apply(new, self.iteration, self._services, momentum=self._momentum(replacement))
+        info = self._own.apply(new, self.iteration, self._services, momentum=self._momentum(replacement))
         self._reader.release(replacement)
         self._note_time("apply", began_at)
         self._replacement = None
         self._note_applied()
         self._counts["replacements"] += 1
         self._counts["donors"] += len(new.donors)
-        self._applier.announce(new, self.iteration, info)
+        self._own.announce(new, self.iteration, info)
         return info
 
     def _note_applied(self) -> None:
@@ -424,5 +420,5 @@ class OneSidedPolicy(JoinablePolicy):
 
     def _note_time(self, name: str, began_at: float) -> None:
         duration_s = self._world.time() - began_at
-        self._timing.add(name, duration_s)
+        self._own.note_time(name, duration_s)
         self._durations[name] = self._durations.get(name, Durations()).plus(duration_s)

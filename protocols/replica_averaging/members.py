@@ -28,8 +28,6 @@ class LeadingMember(RoundMember):
         unsent_events: Events that are not sent to the followers yet.
     """
 
-    __slots__ = ("assignment_count", "unsent_events")
-
     def __init__(self) -> None:
         super().__init__()
         self.assignment_count = 0
@@ -67,15 +65,8 @@ class LeadingMember(RoundMember):
         return super().on_epoch(epoch, incarnation)
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Abandon a round whose average could not be received, and record its end for the followers."""
+        """Abandon a round whose average could not be received or applied, and record its end for the followers."""
         instructions = super().on_failed(round, reason)
-        if instructions:
-            self._add(End.__name__, round, reason)
-        return instructions
-
-    def on_refused(self, round: int, reason: str) -> Instructions:
-        """Abandon a complete average that is refused, and record the end of the round for the followers."""
-        instructions = super().on_refused(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
         return instructions
@@ -91,8 +82,6 @@ class FollowingMember(RoundMember):
         assignment_count: Number of assignments received; equal to the leader's if both are in the same round.
         failure: Reason for which this rank has abandoned the last assigned round, or "".
     """
-
-    __slots__ = ("assignment_count", "failure")
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,10 +27,9 @@ from asyncdist.protocols.metrics import MetricSource, mean_of
 from asyncdist.protocols.replica_averaging.members import FollowingMember, LeaderEvent, LeadingMember
 from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
 from asyncdist.protocols.selective.messages import ControlMessage, Leave
-from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy, Membership
-from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorView, ReportedCoordinator
+from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
-from asyncdist.protocols.selective.roles.member_roles import MemberRoles
+from asyncdist.protocols.selective.succession import ReportedCoordinator
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import reshard
 
@@ -91,6 +90,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     """
 
     keeps_replicas = True
+    _holds_copies = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -127,28 +127,13 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._leading is not None:
             super()._open_at_start(scopes, coordinator, replaced)
             return
-        states = self._open_states(scopes)
+        states = self._states = StateTransfer(self._services, scopes.policy)
         channels = CounterpartChannels(self._services, scopes)
         roles = self._new_roles(channels, self._reported_coordinator, states)
-        reporter = self._new_reporter(channels, self._reported_coordinator)
-        self._begin_membership(Membership(channels, states, roles, self._reported_coordinator, reporter))
-
-    def _new_roles(
-        self, channels: MemberChannels, coordinator_view: CoordinatorView, states: StateTransfer
-    ) -> MemberRoles:
-        return MemberRoles(
-            self._services,
-            self._member,
-            channels,
-            coordinator_view,
-            self._resources,
-            states,
-            self._journal,
-            holds_copies=True,
-        )
+        self._begin_membership(roles, self._reported_coordinator)
 
     async def _stop(self, error: BaseException | None) -> None:
-        self._opened.roles.conclude("leaving")
+        self._opened.conclude("leaving")
         try:
             await super()._stop(error)
         finally:
@@ -194,10 +179,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._following is not None:
             info = self._follow(decision, info)
         self._events.deliver()
-        self._opened.roles.replacer.announce()
+        self._opened.replacer.announce()
         if decision.action == SNAPSHOT:
             fault = await self._exchange(functools.partial(self._copy, decision.iteration), self._first_fault)
-            self._opened.roles.conclude(fault)
+            self._opened.conclude(fault)
         return info
 
     async def _exchange(self, fn: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
@@ -220,7 +205,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         statuses = [Status(*each) for each in gathered]
         followers = [each for each in statuses[1:] if each.assignment_count == member.assignment_count]
         self._abandon_with(followers)
-        roles, tracker = self._opened.roles, self._opened.tracker
+        roles, tracker = self._opened, self._tracker
         action, nonfinite, info = NOTHING_MORE, "", roles.replacer.take_abandoned()
         # The followers repeat these events before the action. Later events belong to the next swap point: the report
         # below may make this rank the coordinator, which ends the member's round.
@@ -239,7 +224,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if statuses[0].metric is not None:  # as without shards, nothing is reported without the leader's measurement
             metrics = [math.nan if each.metric is None else each.metric for each in statuses]
             mean = self._read_metric(mean_of(metrics))
-            self._opened.reporter.report(self.iteration, self._call_count, mean)
+            tracker.report(self.iteration, self._call_count, mean)
         return tuple(Decision(events, action, self.iteration, nonfinite, asdict(info), coordinator, epoch))
 
     def _are_complete(self, followers: Sequence[Status]) -> bool:
@@ -247,14 +232,14 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
 
     def _abandon_with(self, followers: Sequence[Status]) -> None:
         for failure in [each.failure for each in followers if each.failure][:1]:
-            self._opened.roles.abandon(self._member.round, failure)
+            self._opened.abandon(self._member.round, failure)
 
     def _follow(self, decision: Decision, info: StepInfo) -> StepInfo:
         member = self._following
         assert member is not None, "the leader does not follow"
         self.iteration = decision.iteration
         self._reported_coordinator.follow(decision.epoch, decision.coordinator)
-        roles = self._opened.roles
+        roles = self._opened
         for instructions in member.repeat(decision.events, self._counterparts):
             roles.carry_out(instructions)
         roles.replacer.take_abandoned()  # discarded: all ranks report the leader's reason
@@ -270,8 +255,8 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"
-            self._opened.roles.take_snapshot(snapshot, iteration)
-        return await self._opened.roles.fault_of_copy()
+            self._opened.take_snapshot(snapshot, iteration)
+        return await self._opened.fault_of_copy()
 
     def _first_fault(self, faults: list[str]) -> str:
         return next(filter(None, faults), "")

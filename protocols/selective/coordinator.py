@@ -37,11 +37,10 @@ from asyncdist.protocols.selective.messages import (
     Report,
     ReportAcknowledged,
 )
-from asyncdist.protocols.selective.round.plan import unpack_freeze, unpack_plan
-from asyncdist.protocols.selective.round.state import Send
+from asyncdist.protocols.selective.plan import unpack_freeze, unpack_plan
+from asyncdist.protocols.selective.roster import Send
 from asyncdist.protocols.selective.rounds import RoundCoordinator
 from asyncdist.protocols.selective.selection import SelectiveRules
-from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.coordinator")
@@ -80,7 +79,7 @@ class Coordinator:
         self._metric_mode = rules.metric_mode
         self._scopes = scopes
         self._epoch = epoch
-        self._core = RoundCoordinator(
+        self.core = RoundCoordinator(
             members,
             rules,
             stream_safe_points=safe_point_count(model_nbytes),
@@ -109,7 +108,7 @@ class Coordinator:
 
     async def serve(self, *, is_reserved: bool = False) -> None:
         """Coordinate until every member has left or is lost, or until :meth:`stop` is called."""
-        core, services = self._core, self._services
+        core, services = self.core, self._services
         try:
             while not self._is_over():
                 # Handle all arrived messages before checking a deadline: they may have waited while this rank was
@@ -125,7 +124,9 @@ class Coordinator:
                     self._handle_newcomer(rank, self._newcomers.pop(rank))
                 while self._guests:
                     self._handle_guest(*self._guests.popitem())
-                if (wrong := core.trend.take_wrong()) is not None and self._warns_of_trend():
+                is_first = self._migration is None or self._migration.is_first
+                wrong = core.trend.take_wrong()
+                if wrong is not None and is_first and not self._journal.is_direction_certain:
                     logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
                 if core.blanks.take_found():
                     logger.warning("%s", blank_warning(self._journal.title(), "the metric of every rank"))
@@ -152,7 +153,7 @@ class Coordinator:
         ``inform(rank)`` is then called for each rank that still sends messages to this coordinator.
         """
         if not self._is_stopped:
-            self._send(self._core.migrants.end_messages())
+            self._send(self.core.migrants.end_messages())
         self._is_stopped, self._inform = True, inform
         self._close(afterwards=lambda envelope: inform(envelope.source))
 
@@ -165,10 +166,6 @@ class Coordinator:
         self._left.append(rank)
         self._services.engine.recheck()
 
-    def members(self) -> tuple[tuple[int, int], ...]:
-        """Return the rank and the number of restarts of each live member."""
-        return self._core.members()
-
     def note_newcomer(self, rank: int, incarnation: int) -> None:
         """Queue a restarted rank's request to be admitted to the policy."""
         self._newcomers[rank] = incarnation
@@ -179,16 +176,8 @@ class Coordinator:
         self._guests[rank] = incarnation
         self._services.engine.recheck()
 
-    def statistics(self) -> CoordinatorStatistics:
-        """Return the counts of the members' reports, of the coordinator's decisions and of averaging rounds."""
-        return self._core.statistics()
-
-    def _warns_of_trend(self) -> bool:
-        is_first = self._migration is None or self._migration.is_first
-        return is_first and not self._journal.is_direction_certain
-
     def _is_over(self) -> bool:
-        return self._is_stopped or self._core.finished
+        return self._is_stopped or self.core.finished
 
     def _has_work(self) -> bool:
         return (
@@ -202,13 +191,13 @@ class Coordinator:
         services = self._services
         if rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
-            self._send(self._core.on_newcomer(rank, incarnation, services.time()))
+            self._send(self.core.on_newcomer(rank, incarnation, services.time()))
 
     def _handle_guest(self, rank: int, incarnation: int) -> None:
         services, scopes = self._services, self._scopes
         if self._migration is not None and rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
-            self._core.migrants.invite(rank, incarnation)
+            self.core.migrants.invite(rank, incarnation)
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
     def _handle_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
@@ -221,7 +210,7 @@ class Coordinator:
                 self._send(sends)
 
     def _handle(self, message: Report | ControlMessage, rank: int, number: int, now: float) -> Sequence[Send]:
-        core = self._core
+        core = self.core
         if self._is_stopped:  # an earlier message of the batch has stopped this coordinator
             self._inform(rank)
             return ()
@@ -269,7 +258,7 @@ class Coordinator:
                 post(message, dest, round=number)
             except RankLostError:
                 self._gone.append(dest)
-        emigrant = self._core.migrants.take_emigrant()
+        emigrant = self.core.migrants.take_emigrant()
         if emigrant is not None and self._migration is not None:
             self._migration.emigrate(*emigrant)
 

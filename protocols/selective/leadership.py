@@ -1,22 +1,39 @@
 """Runs the coordinator on the coordinating rank, and exchanges the messages that determine a new coordinator.
 
-:mod:`protocols.selective.succession` decides which rank coordinates. This module carries out the decisions.
+:mod:`protocols.selective.succession` decides which rank coordinates. This module carries out the decisions. The rank
+may be reserved for :func:`coordinate`, so that it is not a member and does not train.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
+import math
+import zlib
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import fields
+from typing import Any, Final, TypeAlias
 
+from asyncdist import World, validation
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.joining.dispatcher import IslandMessage, PolicyDispatcher, SuccessionMessage
+from asyncdist.protocols.joining.dispatcher import (
+    IslandMessage,
+    PolicyDispatcher,
+    Refusal,
+    Request,
+    SuccessionMessage,
+    Welcome,
+    digest_of,
+    key_of,
+)
 from asyncdist.protocols.joining.messages import Declined, Nomination, TakeOver
-from asyncdist.protocols.joining.newcomers import Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.journal import Journal
+from asyncdist.protocols.policy import START
 from asyncdist.protocols.selective.coordinator import Coordinator
-from asyncdist.protocols.selective.islands.migration import GuestArrived, GuestLeft, Migration
+from asyncdist.protocols.selective.islands.migration import Migration
+from asyncdist.protocols.selective.messages import Report
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
@@ -26,13 +43,15 @@ from asyncdist.protocols.selective.succession import (
     Follow,
     Inform,
     Nominate,
+    ReportedCoordinator,
     Steps,
     Succession,
     Watch,
 )
+from asyncdist.protocols.starting.differences import explaining_conflicts
+from asyncdist.runtime.world import world_to_await
 
 logger = logging.getLogger("protocols.selective.leadership")
-
 
 _UNKNOWN: Final = "after a rank that is lost or has left"  # logged if the previous coordinator is unknown
 
@@ -60,7 +79,6 @@ class Leadership:
         migration: Migration | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self._journal = journal
         self._migration = migration
         self._services = services
         self._members = tuple(members)
@@ -69,9 +87,17 @@ class Leadership:
         coordinator = succession.coordinator
         assert coordinator is not None, "a policy begins with a coordinator"
         self._participants = range(services.size) if is_world else dict.fromkeys((*members, coordinator))
-        self._rules = rules
         self._scopes = scopes
-        self._model_nbytes = model_nbytes
+        self._new_coordinator = functools.partial(
+            Coordinator,
+            services,
+            ranks=self._members,
+            rules=rules,
+            scopes=scopes,
+            model_nbytes=model_nbytes,
+            migration=migration,
+            journal=journal,
+        )
         self._roles = roles
         self._succession = succession
         self._has_left = self._is_reserved = roles is None
@@ -80,6 +106,7 @@ class Leadership:
         self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
+        self.report_count = self.nonfinite_count = 0
         # By rank: incarnation (number of restarts) of each admitted restarted rank. On a restarted rank, of all
         # members.
         self._admitted: dict[int, int] = {}
@@ -95,11 +122,6 @@ class Leadership:
         services.on_returned(self._on_connected)
         if services.rank == coordinator:
             self._serve(epoch=0, members=[rank for rank in self._members if rank not in self._replaced])
-
-    @staticmethod
-    def listen(services: Services) -> None:
-        """Start to receive messages about coordinators, even before this rank's own start is complete."""
-        services.shared(PolicyDispatcher)
 
     def begin(self) -> None:
         """Handle the ranks that were lost or have left since all members agreed to start the policy."""
@@ -120,7 +142,7 @@ class Leadership:
 
     def statistics(self) -> CoordinatorStatistics | None:
         """Return the statistics of this rank as a coordinator, or None if it has never coordinated."""
-        return self._serving.statistics() if self._serving is not None else self._served
+        return self._serving.core.statistics() if self._serving is not None else self._served
 
     def note_stopped(self, rank: int) -> None:
         """Look for a new coordinator, because ``rank`` has announced that it stops coordinating."""
@@ -149,7 +171,26 @@ class Leadership:
             self.note_admitted(*member)
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
 
-    def on_report(self, step: int, interval_s: float) -> bool:
+    def begin_reports(self, call: int, hostname: str) -> None:
+        """Start to measure step times, as if step ``call - 1`` had just sent a report."""
+        self._host = zlib.crc32(hostname.encode(errors="replace"))
+        self._reported_at, self._reported_call = self._services.time(), call - 1
+
+    def report(self, iteration: int, call: int, value: float) -> None:
+        """Send this member's metric and the duration of its steps to the coordinator, if there is one."""
+        assert self._roles is not None, "this rank is not a member"
+        now = self._services.time()
+        interval_s = now - self._reported_at
+        step_s = interval_s / max(1, call - self._reported_call)
+        self._reported_at, self._reported_call = now, call
+        asks = self._watches(call, interval_s)
+        self._roles.member.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
+        self.report_count += 1
+        self.nonfinite_count += not math.isfinite(value)
+        if self.coordinator is not None:
+            self._roles.channels.report(report, self.coordinator)
+
+    def _watches(self, step: int, interval_s: float) -> bool:
         """Return whether this rank's next report must ask the coordinator for an answer.
 
         Before that, if there is no coordinator, continue to look for one. If the coordinator does not answer, take
@@ -203,7 +244,7 @@ class Leadership:
                 self._succession.is_newcomer and self._admitted.get(self._services.rank) != self._services.incarnation
             )
             return not is_waiting or self.coordinator not in (None, *self._services.gone)
-        scopes, members = self._scopes, self._serving.members()
+        scopes, members = self._scopes, self._serving.core.members()
         if request.digest != digest_of(self._members, scopes.values):
             self._dispatcher.send(Refusal(request.key, tuple(scopes.values.items())), source)
         else:
@@ -252,7 +293,7 @@ class Leadership:
                 if self._serving is not None:
                     self._serving.note_left(source)
                 self._carry_out(self._succession.on_left(source))
-            case Nomination(_, epoch) if self._has_left and not self._serves_in(epoch):
+            case Nomination(_, epoch) if self._has_left and (self._serving is None or epoch > self.epoch):
                 self._dispatcher.send(Declined(self._scopes.policy), source)
             case Nomination(_, epoch):
                 self._carry_out(self._succession.on_nomination(source, epoch))
@@ -263,17 +304,13 @@ class Leadership:
 
     def _on_island_message(self, message: IslandMessage, source: int) -> None:
         assert self._migration is not None, "a message from another island has arrived, but there are no islands"
-        serving = self._serving
-        news = self._migration.on_message(message, source, is_serving=serving is not None)
-        if serving is not None:
-            match news:
-                case GuestArrived(rank, incarnation):
-                    serving.note_guest(rank, incarnation)
-                case GuestLeft(rank):
-                    serving.note_left(rank)
-
-    def _serves_in(self, epoch: int) -> bool:
-        return self._serving is not None and epoch <= self.epoch
+        news = self._migration.on_message(message, source, is_serving=self._serving is not None)
+        if self._serving is not None and news is not None:
+            rank, incarnation = news
+            if incarnation is None:
+                self._serving.note_left(rank)
+            else:
+                self._serving.note_guest(rank, incarnation)
 
     def _carry_out(self, steps: Steps) -> None:
         policy = self._scopes.policy
@@ -328,26 +365,84 @@ class Leadership:
         self._notify_member(epoch, services.rank)
 
     def _serve(self, *, epoch: int, members: Sequence[int]) -> None:
-        self._serving = Coordinator(
-            self._services,
-            members,
-            self._members,
-            self._rules,
-            self._scopes,
-            epoch=epoch,
-            model_nbytes=self._model_nbytes,
-            migration=self._migration,
-            journal=self._journal,
-        )
+        self._serving = self._new_coordinator(members=members, epoch=epoch)
         if not self._is_reserved:
             self._services.spawn_service(self._run(self._serving), name="coordinator")
 
     async def _run(self, coordinator: Coordinator) -> CoordinatorStatistics:
         try:
             await coordinator.serve(is_reserved=self._is_reserved)
-            return coordinator.statistics()
+            return coordinator.core.statistics()
         finally:
             if self._serving is coordinator:
-                self._serving, self._served = None, coordinator.statistics()
+                self._serving, self._served = None, coordinator.core.statistics()
                 if self._has_left:
                     self._close()
+
+
+#: Object through which a member finds its coordinator, and reports to it.
+CoordinatorTracker: TypeAlias = Leadership | ReportedCoordinator
+
+
+async def coordinate(
+    members: Sequence[int], *, world: World | None = None, start_timeout_s: float = 60.0
+) -> CoordinatorStatistics:
+    """Coordinate one policy on a reserved rank, which is not a member and does not train.
+
+    The members pass this rank as ``coordinator=`` to their policy, and a group without this rank as ``group=``, such as
+    ``await ad.new_group(members)``. The call returns when all members have left, or when a member has taken over
+    because this rank did not answer.
+
+    Args:
+        members: Ranks of the policy's group, in the group's order.
+        world: World of the policy; the current world by default.
+        start_timeout_s: Seconds to wait at the start for the last member.
+
+    Returns:
+        Counts of the coordinator's reports, decisions and rounds.
+
+    Raises:
+        TypeError, ValueError: ``members`` is not a list of distinct ranks, is empty or contains this rank; or the
+            timeout is out of range.
+        StartTimeoutError: A member has not arrived in time.
+        DisagreementError: The ranks have passed different arguments.
+
+    **Cancellation**: The members are notified and log a warning, and one of them takes over.
+    """
+    world = world_to_await(world)
+    _check_members(members, world)
+    validation.seconds("start_timeout_s", start_timeout_s)
+    ranks = (*members, world.rank)
+    meeting = world.agreements.next_request(ranks, START, world.rank)
+    with explaining_conflicts(world.agreements, meeting):
+        agreed = await world.agreements.meet(meeting, {}, timeout_s=start_timeout_s)
+    options = {
+        key.removeprefix("option "): json.loads(value)
+        for key, value in agreed.values.items()
+        if key.startswith("option ")
+    }
+    rules = SelectiveRules(**{entry.name: options[entry.name] for entry in fields(SelectiveRules)})
+    scopes = PolicyScopes.of_start(ranks, agreed)
+    journal = Journal("")
+    journal.begin_reserved(world.services)
+    leadership = Leadership(
+        world.services,
+        Succession(world.rank, members, world.rank),
+        members,
+        rules,
+        scopes,
+        model_nbytes=int(options["model_nbytes"]),
+        roles=None,
+        journal=journal,
+    )
+    leadership.begin()
+    return await leadership.serve_reserved()
+
+
+def _check_members(members: Any, world: World) -> None:
+    others = f"a list of distinct ranks from 0 to {world.size - 1} without this rank, {world.rank}"
+    if isinstance(members, str) or not isinstance(members, Sequence):
+        validation.refuse("members", members, others, TypeError)
+    wrong = [rank for rank in members if type(rank) is not int or not 0 <= rank < world.size or rank == world.rank]
+    if wrong or not members or len(set(members)) != len(members):
+        validation.refuse("members", members, others)

@@ -78,45 +78,21 @@ class State(Enum):
     OUT = auto()
 
 
-class Event(Enum):
-    """Events that change a member's :class:`State`."""
-
-    DONOR_ASSIGNED = auto()
-    REPLACER_ASSIGNED = auto()
-    FROZEN_WITH_DONORS = auto()
-    FROZEN_WITHOUT_DONORS = auto()
-    STEP = auto()
-    COPIED = auto()
-    COPY_UNUSABLE = auto()
-    AVERAGED = auto()
-    FAILED = auto()
-    APPLIED = auto()
-    ROLE_ENDED = auto()
-    LEAVE = auto()
-    LEFT = auto()
-
-
 DONOR_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
 _REPLACER_STATES: Final = frozenset({State.ASKING, State.RECEIVING, State.COMPLETE})
 
-#: Next state for each state and event. A missing pair is impossible, or is a late message without effect.
-TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
-    (State.IDLE, Event.DONOR_ASSIGNED): State.CHOSEN,
-    (State.IDLE, Event.REPLACER_ASSIGNED): State.ASKING,
-    (State.CHOSEN, Event.STEP): State.COPYING,
-    (State.COPYING, Event.COPIED): State.GIVING,
-    (State.COPYING, Event.COPY_UNUSABLE): State.IDLE,
-    (State.ASKING, Event.FROZEN_WITH_DONORS): State.RECEIVING,
-    (State.ASKING, Event.FROZEN_WITHOUT_DONORS): State.COMPLETE,
-    (State.RECEIVING, Event.AVERAGED): State.COMPLETE,
-    (State.RECEIVING, Event.FAILED): State.IDLE,
-    (State.COMPLETE, Event.APPLIED): State.IDLE,
-    (State.COMPLETE, Event.FAILED): State.IDLE,
-    **{(state, Event.ROLE_ENDED): State.IDLE for state in (DONOR_STATES | _REPLACER_STATES) - {State.LASTING}},
-    (State.LASTING, Event.ROLE_ENDED): State.LEAVING,
-    **{(state, Event.LEAVE): State.LEAVING for state in (State.IDLE, State.CHOSEN, State.COPYING)},
-    (State.GIVING, Event.LEAVE): State.LASTING,
-    (State.LEAVING, Event.LEFT): State.OUT,
+#: States that can follow each state.
+TRANSITIONS: Final[Mapping[State, frozenset[State]]] = {
+    State.IDLE: frozenset({State.CHOSEN, State.ASKING, State.LEAVING}),
+    State.CHOSEN: frozenset({State.COPYING, State.IDLE, State.LEAVING}),
+    State.COPYING: frozenset({State.GIVING, State.IDLE, State.LEAVING}),
+    State.GIVING: frozenset({State.IDLE, State.LASTING}),
+    State.ASKING: frozenset({State.RECEIVING, State.COMPLETE, State.IDLE}),
+    State.RECEIVING: frozenset({State.COMPLETE, State.IDLE}),
+    State.COMPLETE: frozenset({State.IDLE}),
+    State.LEAVING: frozenset({State.OUT}),
+    State.LASTING: frozenset({State.LEAVING}),
+    State.OUT: frozenset(),
 }
 
 
@@ -244,30 +220,12 @@ class RoundMember:
         admitting: Number of the newest round in which this member sent or received the optimizer and policy state, or
             0.
         wants_step: Whether the next step must copy or change weights, or report a failed round. Set when the state
-            becomes CHOSEN or COMPLETE (``_transition``), and when a round is abandoned (``_discard``).
+            becomes CHOSEN or COMPLETE (``_become``), and when a round is abandoned (``_discard``).
         is_joining: Whether this rank was restarted and waits for admission.
         declined: Number of declined roles, by reason.
         abandoned: Number of rounds abandoned as a replacer, by reason.
         unapplied_count: Number of complete averages that were discarded.
     """
-
-    __slots__ = (
-        "_adds_up",
-        "_applied_iteration",
-        "_frozen",
-        "_judged_iteration",
-        "abandoned",
-        "admitting",
-        "declined",
-        "is_joining",
-        "last_round",
-        "newest",
-        "reducing",
-        "round",
-        "state",
-        "unapplied_count",
-        "wants_step",
-    )
 
     def __init__(self) -> None:
         self.state = State.IDLE
@@ -304,12 +262,12 @@ class RoundMember:
         if assign.admits:
             self.admitting = round
         if assign.role == DONOR:
-            self._transition(Event.DONOR_ASSIGNED, round)
+            self._become(State.CHOSEN, round)
             return (*before, *self._reduce(round, assign))
         if self._applied_iteration > assign.judged_iteration and not assign.admits:
             reason = f"replaced at iteration {self._applied_iteration}, after the judged iteration"
             return (*before, RefuseMeans(round), self._decline(round, reason))
-        self._transition(Event.REPLACER_ASSIGNED, round)
+        self._become(State.ASKING, round)
         return (*before, *self._reduce(round, assign), RequestSnapshots(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
@@ -320,7 +278,7 @@ class RoundMember:
             adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:
             return adds_up
-        self._transition(Event.FROZEN_WITH_DONORS if frozen.donors else Event.FROZEN_WITHOUT_DONORS, round)
+        self._become(State.RECEIVING if frozen.donors else State.COMPLETE, round)
         self._frozen = frozen
         return (*adds_up, ReceiveAverage(round, frozen)) if frozen.donors else adds_up
 
@@ -364,7 +322,7 @@ class RoundMember:
         """Return the action that this training step must take, such as copying the weights, or None."""
         self.wants_step = False
         if self.state is State.CHOSEN:
-            self._transition(Event.STEP, self.round)
+            self._become(State.COPYING, self.round)
             return TakeSnapshot(self.round)
         if self.state is State.COMPLETE:
             assert self._frozen is not None, f"round {self.round} is complete without having been frozen"
@@ -387,36 +345,29 @@ class RoundMember:
         if not self.awaits_copy(round):
             return ()
         if fault:
-            self._transition(Event.COPY_UNUSABLE)
+            self._become(State.IDLE)
             return (*self._end_reducing(), RefuseUpTo(round), self._decline(round, fault))
-        self._transition(Event.COPIED, round)
+        self._become(State.GIVING, round)
         return (OfferSnapshot(round, iteration), SendToCoordinator(Ready(iteration, state_safe_points), round))
-
-    def on_refused(self, round: int, reason: str) -> Instructions:
-        """Abandon a complete average, because the rest of the donor's state has not arrived."""
-        if self.state is not State.COMPLETE or self.round != round:
-            return ()
-        self._transition(Event.FAILED)
-        return (self._discard(round, reason), SendToCoordinator(Abandoned(reason), round))
 
     def on_averaged(self, round: int) -> bool:
         """Record that the average is complete. Return False if ``round`` has ended without it."""
         if self.state is not State.RECEIVING or self.round != round:
             return False
-        self._transition(Event.AVERAGED, round)
+        self._become(State.COMPLETE, round)
         return True
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Abandon the round, because its average could not be received."""
-        if self.state is not State.RECEIVING or self.round != round:
+        """Abandon the round, because its average could not be received, or cannot be applied."""
+        if self.state not in (State.RECEIVING, State.COMPLETE) or self.round != round:
             return ()
-        self._transition(Event.FAILED)
+        self._become(State.IDLE)
         return (self._discard(round, reason), SendToCoordinator(Abandoned(reason), round))
 
     def on_applied(self, iteration: int) -> Instructions:
         """Record that the new weights are loaded. They invalidate this rank's reports up to ``iteration``."""
         applied = SendToCoordinator(Applied(iteration), self.round)
-        self._transition(Event.APPLIED)
+        self._become(State.IDLE)
         self.wants_step = False
         self._applied_iteration = iteration
         self._frozen = None
@@ -432,7 +383,10 @@ class RoundMember:
         instructions += self._end_replacer_role("the policy ended")
         if self.state in (State.CHOSEN, State.COPYING):
             instructions.append(self._decline(self.round, "leaving"))
-        self._transition(Event.LEAVE, self.round if self.state is State.GIVING else 0)
+        if self.state is State.GIVING:
+            self._become(State.LASTING, self.round)
+        else:
+            self._become(State.LEAVING)
         return (*instructions, RefuseUpTo(math.inf))
 
     def on_left(self) -> Instructions:
@@ -440,14 +394,14 @@ class RoundMember:
         if self.state is State.OUT:
             return ()
         instructions = (*self._end_reducing(), *self._end_donor_role(), SendToCoordinator(Leave()))
-        self._transition(Event.LEFT)
+        self._become(State.OUT)
         return instructions
 
     # ---------------------------------------------------------------- helpers
 
-    def _transition(self, event: Event, round: int = 0) -> None:
-        assert (self.state, event) in TRANSITIONS, f"{event} in {self.state} of round {self.round}"
-        self.state = TRANSITIONS[self.state, event]
+    def _become(self, state: State, round: int = 0) -> None:
+        assert state in TRANSITIONS[self.state], f"{state} after {self.state} of round {self.round}"
+        self.state = state
         self.round = round
         if self.state in (State.CHOSEN, State.COMPLETE):
             self.wants_step = True
@@ -467,7 +421,7 @@ class RoundMember:
             return ()
         withdraw = (Withdraw(),) if self.state in (State.GIVING, State.LASTING) else ()
         refuse = RefuseUpTo(self.round)
-        self._transition(Event.ROLE_ENDED)
+        self._become(State.LEAVING if self.state is State.LASTING else State.IDLE)
         return (*withdraw, refuse)
 
     def _end_replacer_role(self, reason: str) -> Instructions:
@@ -476,7 +430,7 @@ class RoundMember:
         number = self.round
         if self.state is State.COMPLETE and self._frozen is not None and self._frozen.donors:
             self.unapplied_count += 1
-        self._transition(Event.ROLE_ENDED)
+        self._become(State.IDLE)
         return (self._discard(number, reason),)
 
     def _discard(self, round: int, reason: str) -> Discard:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from asyncdist.protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
+from asyncdist.protocols.selective.plan import place_of, unpack_freeze, unpack_plan
 
 #: Maximum number of distinct reasons (for declining a role or abandoning a round) that are counted separately.
 REASON_LIMIT: Final = 32
@@ -110,7 +110,7 @@ class PackedAssign:
     """Coordinator to each rank in a new round: the roles of all ranks, from which each rank unpacks its `Assign`.
 
     Attributes:
-        plan: Bytes of `protocols.selective.round.plan.Plan.packed`, equal for all ranks.
+        plan: Bytes of `protocols.selective.plan.Plan.packed`, equal for all ranks.
     """
 
     plan: bytes
@@ -198,7 +198,7 @@ class PackedFrozen:
     """Coordinator to replacers and reducers: the round's donors no longer change. Each rank unpacks a `Frozen`.
 
     Attributes:
-        freeze: Bytes of `protocols.selective.round.plan.Freeze.packed`, equal for all ranks.
+        freeze: Bytes of `protocols.selective.plan.Freeze.packed`, equal for all ranks.
     """
 
     freeze: bytes

@@ -19,18 +19,22 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self, TypeVar, Unpack
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import torch
 from torch import nn
 
-from asyncdist import ClosedError, current_world, validation
-from asyncdist.messaging import wire
+from asyncdist import AsyncdistError, ClosedError, current_world, validation
 from asyncdist.protocols.declared import among, with_options
-from asyncdist.protocols.joining.dispatcher import PolicyDispatcher
+from asyncdist.protocols.joining.dispatcher import Application, PolicyDispatcher
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.protocols.joining.state_transfer import StateTransfer, check_sendable, cloned
+from asyncdist.protocols.joining.state_transfer import (
+    StateSizeError,
+    StateTransfer,
+    check_sendable,
+    cloned,
+)
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import (
     AveragingOptions,
@@ -38,16 +42,14 @@ from asyncdist.protocols.options import (
     CoordinatorOptions,
     MeasuredOptions,
     SelectiveOptions,
-    Timing,
 )
 from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.parameter_stream.parts import PartPool
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
-from asyncdist.protocols.selective.islands.migration import Migration
-from asyncdist.protocols.selective.islands.visit import Visits
-from asyncdist.protocols.selective.joining.state_receiver import StateReceiver
-from asyncdist.protocols.selective.leadership import Leadership
+from asyncdist.protocols.selective.islands.migration import Migration, Visits
+from asyncdist.protocols.selective.leadership import CoordinatorTracker, Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import (
     Admitted,
@@ -60,33 +62,20 @@ from asyncdist.protocols.selective.messages import (
     Rejoin,
     ReportAcknowledged,
 )
-from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorTracker, CoordinatorView
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
-from asyncdist.protocols.selective.roles.reporter import Reporter
-from asyncdist.protocols.selective.roles.resources import RoleResources
+from asyncdist.protocols.selective.roles.resources import ExchangeBuffers, RoleResources
 from asyncdist.protocols.selective.selection import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
-from asyncdist.protocols.selective.succession import Succession
+from asyncdist.protocols.selective.succession import CoordinatorView, Succession
 from asyncdist.protocols.starting.without_lost import lost_members
-from asyncdist.protocols.step_info import NOTHING, StepInfo, UserEvents
+from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.tensors.optimizers.loading import load_named, named_state
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.policy")
 
 _RoleMessage = TypeVar("_RoleMessage", Assign, Frozen)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Membership:
-    """Objects that exist only while this rank is a member of a running policy."""
-
-    channels: MemberChannels
-    states: StateTransfer
-    roles: MemberRoles
-    tracker: CoordinatorTracker
-    reporter: Reporter
 
 
 @with_options(SelectiveOptions, CommonOptions, SelectiveRules, AveragingOptions, IslandOptions, CoordinatorOptions)
@@ -121,6 +110,8 @@ class AsyncSelectiveAveragingPolicy(Ported):
     """
 
     admits_restarted = True
+    #: Whether copies of the weights wait until those of other ranks are complete (see :class:`MemberRoles`).
+    _holds_copies: ClassVar[bool] = False
 
     @validation.names_options()
     def __init__(
@@ -150,52 +141,44 @@ class AsyncSelectiveAveragingPolicy(Ported):
         )
         self._limit = "threshold", self._rules.threshold
         self._own = OwnState(self._flat, self._weights, self._averaging)
-        self._events = UserEvents(self._averaging.on_event)
-        timing = Timing(self._averaging.timing)
-        self._resources = RoleResources.of(self._flat, self._own, timing, self._events, self)
+        self._events = self._own.events
+        memory = ExchangeBuffers(self._flat), PartPool(self._flat)
+        self._resources = RoleResources(self._flat, self._own, *memory, self)
         self._member = RoundMember()
         self._island: Island | None = None
         self._visits: Visits | None = None  # None without islands or before the policy opens
-        self._membership: Membership | None = None  # None before the policy opens
+        self._roles: MemberRoles | None = None  # None before the policy opens
+        self._states: StateTransfer
+        self._tracker: CoordinatorTracker
 
     def statistics(self) -> SelectiveStatistics:
         """Return this member's counts since its start. All are 0 until the policy has started."""
         member, buffers = self._member, self._resources.buffers
         counts = SelectiveStatistics(
             iteration=self.iteration,
-            report_count=0,
-            nonfinite_metric_count=0,
-            snapshot_count=0,
-            replacement_count=0,
             abandoned=dict(member.abandoned),
             declined=dict(member.declined),
             unapplied_count=member.unapplied_count,
             last_round=member.last_round,
-            reduction_count=0,
             reasked_count=buffers.reasked_count,
-            sent_nbytes=0,
             received_nbytes=buffers.received_nbytes,
             read_nbytes=buffers.read_nbytes,
-            epoch=0,
-            coordinator_rank=None,
-            coordinator=None,
             island=None if self._island is None else self._island.index,
             migration_count=0 if self._visits is None else self._visits.snapshot_count,
             title=self._journal.title(),
         )
-        if self._membership is None or self._stage not in ("open", "closed"):
+        if self._roles is None or self._stage not in ("open", "closed"):
             return counts
-        roles, reporter = self._membership.roles, self._membership.reporter
-        tracker = self._membership.tracker
+        roles, tracker = self._roles, self._tracker
         visits_nbytes = 0 if self._visits is None else self._visits.sent_nbytes
         return replace(
             counts,
-            report_count=reporter.report_count,
-            nonfinite_metric_count=reporter.nonfinite_count,
+            report_count=tracker.report_count,
+            nonfinite_metric_count=tracker.nonfinite_count,
             snapshot_count=roles.donor.snapshot_count,
             replacement_count=roles.replacer.replacement_count,
             reduction_count=roles.reducer.reduction_count,
-            sent_nbytes=self._membership.channels.server.sent_nbytes + visits_nbytes,
+            sent_nbytes=roles.channels.server.sent_nbytes + visits_nbytes,
             received_nbytes=buffers.received_nbytes + roles.reducer.received_nbytes,
             read_nbytes=buffers.read_nbytes + roles.reducer.read_nbytes,
             epoch=tracker.epoch,
@@ -252,12 +235,12 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     async def _start(self) -> None:
         self._own.begin()
-        Leadership.listen(self._services)
+        self._services.shared(PolicyDispatcher)  # receives messages about coordinators from now on
         meeting = self._joint_start.meeting
         with self._islands.hinting_at_islands():
             agreed = await self._agree()
         population = f"{self._group.key} {type(self).__name__} {self.name}"
-        scopes = PolicyScopes(meeting.ranks, agreed, population)
+        scopes = PolicyScopes.of_start(meeting.ranks, agreed, population)
         self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
@@ -275,7 +258,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         """
         services, members = self._services, self._members
         self.start_number = scopes.policy if self._island is None else scopes.between
-        states = self._open_states(scopes)
+        states = self._states = StateTransfer(services, scopes.policy)
         channels = MemberChannels(services, scopes)
         if epoch:
             channels.enter_epoch(epoch)
@@ -299,42 +282,32 @@ class AsyncSelectiveAveragingPolicy(Ported):
         )
         for rank in replaced:
             channels.exclude(rank)
-        self._begin_membership(
-            Membership(channels, states, roles, leadership, self._new_reporter(channels, leadership))
-        )
+        self._begin_membership(roles, leadership)
+        leadership.begin_reports(self._call_count, self._world.hostname)
         leadership.begin()
         services.spawn_service(self._listen(leadership, channels, roles), name="policy member")
         return leadership
-
-    def _open_states(self, scopes: PolicyScopes) -> StateTransfer:
-        scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
-        return StateTransfer(self._services, scope)
 
     def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
         if self._island is None:
             return None
         self._visits = Visits(self._services, self._island, self._member, self._resources)
-        return Migration.open(self._world, self._island, self._islands, scopes, self._visits, succession)
+        return Migration(self._world, self._island, self._islands, scopes, self._visits, succession)
 
     def _new_roles(
         self, channels: MemberChannels, coordinator_view: CoordinatorView, states: StateTransfer
     ) -> MemberRoles:
-        return MemberRoles(
-            self._services, self._member, channels, coordinator_view, self._resources, states, self._journal
-        )
+        facts = self._services, self._member, channels, coordinator_view, self._resources, states, self._journal
+        return MemberRoles(*facts, holds_copies=self._holds_copies)
 
-    def _new_reporter(self, channels: MemberChannels, tracker: CoordinatorTracker) -> Reporter:
-        call, host = self._call_count, self._world.hostname
-        return Reporter(self._services, channels, tracker, self._member, call, hostname=host)
-
-    def _begin_membership(self, membership: Membership) -> None:
-        self._membership = membership
+    def _begin_membership(self, roles: MemberRoles, tracker: CoordinatorTracker) -> None:
+        self._roles, self._tracker = roles, tracker
         self._services.leftover_probes.append(self._leftovers)
 
     @property
-    def _opened(self) -> Membership:
-        assert self._membership is not None, "the policy has not opened"
-        return self._membership
+    def _opened(self) -> MemberRoles:
+        assert self._roles is not None, "the policy has not opened"
+        return self._roles
 
     # -- joining a running policy -----------------------------------------------------------------------------------
 
@@ -343,37 +316,60 @@ class AsyncSelectiveAveragingPolicy(Ported):
         # Other ranks must not count this rank as a member before it is admitted.
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         check_sendable(self.model, self.optimizer)
-        Leadership.listen(self._services)
         values = self._agreed_values()
-        application = self._services.shared(PolicyDispatcher).apply(self._members, values, self._start_timeout_s)
+        applying = self._services.shared(PolicyDispatcher).applying(self._members, values, self._start_timeout_s)
         try:
-            try:
-                welcome, coordinator = await application.welcomed()
-            except ClosedError:  # all other ranks were restarted as well, so no policy is running
-                if not was_admitted:
+            with applying as application:
+                try:
+                    welcome, coordinator = await application.welcomed()
+                except ClosedError:  # all other ranks were restarted as well, so no policy is running
+                    if not was_admitted:
+                        raise
+                    await self._start_among_newcomers()
+                    return
+                self._member.is_joining = True
+                leadership = self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
+                try:
+                    leadership.note_welcome(welcome, coordinator)
+                    await self._complete_joining(application, leadership)
+                except BaseException as error:
+                    await self._stop(error)
                     raise
-                await self._start_among_newcomers()
-                return
-            self._member.is_joining = True
-            leadership = self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
-            try:
-                leadership.note_welcome(welcome, coordinator)
-                await self._state_receiver().complete(application, leadership)
-            except BaseException as error:
-                await self._stop(error)
-                raise
         except BaseException:
             self._stage = "closed"
             raise
-        finally:
-            application.close()
         self._services.is_admitted = True
-        self._opened.reporter.begin(self._call_count)
+        leadership.begin_reports(self._call_count, self._world.hostname)
 
-    def _state_receiver(self) -> StateReceiver:
-        roles, states = self._opened.roles, self._opened.states
-        nbytes = self._flat.nbytes
-        return StateReceiver(self._member, roles, states, self, self._journal, model_nbytes=nbytes)
+    async def _complete_joining(self, application: Application, leadership: Leadership) -> None:
+        """Repeat the admission request and receive members' states until this rank is admitted."""
+        member = self._member
+        while member.is_joining:
+            await application.until(lambda: not member.is_joining or member.state is State.COMPLETE)
+            welcome = application.take_welcome()
+            if welcome is not None:
+                leadership.note_welcome(*welcome)
+            if member.state is State.COMPLETE:
+                await self._take_state()
+                application.note_round()
+
+    async def _take_state(self) -> None:
+        """Receive the state of the member whose weights have arrived, and load both."""
+        roles, number = self._opened, self._member.round
+        exchange = roles.replacer.exchange
+        assert exchange is not None, f"round {number} is complete without an exchange"
+        try:
+            parts, _ = await roles.replacer.take_parts(exchange, exchange.donor)
+        except StateSizeError:
+            raise
+        except (AsyncdistError, TimeoutError) as error:
+            roles.abandon(number, f"the state of a member did not arrive: {error}")
+            return
+        if roles.replacer.exchange is not exchange or exchange.average is None:
+            return  # the round has ended, so its weights are no longer available
+        iteration = self.restore_whole_state(parts)
+        roles.take_whole_state(exchange, iteration)
+        self._journal.note_joined(number, iteration, exchange.donor)
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return this member's optimizer and policy state, which a restarted rank receives with the weights."""
@@ -389,10 +385,10 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Without ``error``, first wait until the roles and streams in progress have ended."""
-        opened = self._opened
+        roles = self._opened
         if self._member.state is State.COMPLETE:
             logger.info("round %d: the policy ended before the complete average was applied", self._member.round)
-        opened.roles.leave()
+        roles.leave()
         if self._visits is not None:
             self._visits.leave()
         try:
@@ -400,19 +396,19 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 until = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_ROUND), deadline=until)
         finally:  # notifies the other ranks even if this task is cancelled
-            opened.roles.finish()
+            roles.finish()
             if self._visits is not None:
                 self._visits.close()
-            opened.states.close()
-            opened.channels.close()
-            opened.tracker.leave()
+            self._states.close()
+            roles.channels.close()
+            self._tracker.leave()
             if not self._leftovers():  # drop the leak check, because it would keep the model and its buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
         """Return whether this rank has no role in a round and no stream in progress."""
         member = self._member
-        is_moving = self._opened.roles.is_sending or member.reducing or self._services.slots.discarding_count
+        is_moving = self._opened.is_sending or member.reducing or self._services.slots.discarding_count
         is_visiting = self._visits is not None and not self._visits.is_quiet
         return not is_visiting and (member.state is State.OUT or not is_moving)
 
@@ -441,11 +437,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
         if self._is_due:
             value = self._read_new_metric(local_metric)
             if value is not None:
-                self._opened.reporter.report(self.iteration, self._call_count, value)
+                self._tracker.report(self.iteration, self._call_count, value)
         return info
 
     def _act(self) -> StepInfo:
-        info = self._opened.roles.step(self.iteration)
+        info = self._opened.step(self.iteration)
         return info if self._visits is None else self._visits.located(info)
 
     # -- the coordinator's messages ---------------------------------------------------------------------------------

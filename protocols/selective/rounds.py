@@ -9,16 +9,12 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend
-from asyncdist.protocols.selective.departures import Departures
-from asyncdist.protocols.selective.islands.migrants import Migrants
-from asyncdist.protocols.selective.joining.admission import Newcomers
+from asyncdist.protocols.selective.lifecycle import Round, RoundLifecycle
 from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin
-from asyncdist.protocols.selective.roster import Roster
-from asyncdist.protocols.selective.round.lifecycle import RoundLifecycle
-from asyncdist.protocols.selective.round.state import Member, Round, Send, as_record, values_of
+from asyncdist.protocols.selective.roster import Departures, Member, Roster, Send, as_record, values_of
 from asyncdist.protocols.selective.selection import SelectiveRules, decide
-from asyncdist.protocols.selective.statistics import CoordinatorStatistics, History
-from asyncdist.protocols.selective.waiting import PLAUSIBLE_MAX_S, Patience, plausible_s
+from asyncdist.protocols.selective.statistics import CoordinatorStatistics, Straggler
+from asyncdist.protocols.selective.waiting import PLAUSIBLE_MAX_S, plausible_s
 
 
 class RoundCoordinator:
@@ -64,30 +60,21 @@ class RoundCoordinator:
         self.roster = Roster(members, rules.quorum, have_joined=may_join is None, incarnations=incarnations or {})
         self._members = self.roster.members
         self._may_join = () if may_join is None else may_join
-        self._newcomers = Newcomers(self._members, rules)
-        self.migrants = Migrants(self._members, rules.migrate_every, rules.metric_mode)
         self.trend = MetricTrend(rules.metric_mode)
         self.blanks = BlankMetrics()
         self.departures = Departures(rules.average_every)
         self._window_start: float | None = None  # arrival time of the first report since the last decision
-        self._patience = Patience(rules.grace_s, stream_safe_points)
         self._largest_iteration = -1
         self._acted_at_iteration: int | None = None
         self._decision_count = self._nonfinite_count = 0
         self._last_number: int | None = None  # number of the round in which the last decision was made
-        history = self._history = History()
+        lifecycle = self._lifecycle = RoundLifecycle(
+            rules, self.roster, stream_safe_points=stream_safe_points, model_nbytes=model_nbytes
+        )
+        self._newcomers, self.migrants, self._patience = lifecycle.newcomers, lifecycle.migrants, lifecycle.patience
+        history = self._history = lifecycle.history
         self._record, self._record_entry = history.record, history.record_entry
         self._ignore, self._with_events = history.ignore, history.with_events
-        self._lifecycle = RoundLifecycle(
-            rules,
-            self.roster,
-            self._newcomers,
-            self.migrants,
-            self._patience,
-            self._history,
-            stream_safe_points=stream_safe_points,
-            model_nbytes=model_nbytes,
-        )
 
     # ---------------------------------------------------------------- events
 
@@ -229,7 +216,7 @@ class RoundCoordinator:
         if member.report is not None and member.report.iteration <= member.applied_iteration:
             member.report = None
             self.roster.mark(member, fresh=False)
-            self._patience.on_report_invalid(rank)
+            self._patience.awaited.add(rank)
         return (*admissions, *self._advance(now))
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
@@ -354,7 +341,8 @@ class RoundCoordinator:
         paces = ((rank, members[rank].pace(now)) for rank in usable)
         slowest = self.roster.slowest_pace(usable, now)
         slow = self._patience.slow_ranks(paces, self.roster.cadence_s(), now, slowest=slowest)
-        self._history.note_stragglers(self._decision_count, self.roster.stragglers(slow, start, now), start)
+        late = self.roster.stragglers(slow, start, now)
+        self._history.stragglers += [(Straggler(self._decision_count, rank, after_s), start) for rank, after_s in late]
         self.roster.mark_reports_judged()
         self._window_start = None
         judged = {rank: report for rank, report in usable.items() if rank not in slow} if slow else usable

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from asyncdist.protocols.journal import format_table
-from asyncdist.protocols.selective.messages import count_reason
 from asyncdist.wording import size_in_words
 
 
@@ -120,19 +119,6 @@ class History:
         """Count an ignored message. ``what`` names its kind and the reason."""
         self.ignored[what] += 1
 
-    def note_abandoned(self, reason: str) -> None:
-        """Count a rank that should have applied an average but has failed, left or was lost."""
-        count_reason(self.abandoned, reason)
-
-    def note_stragglers(self, decision: int, late: Iterable[tuple[int, float | None]], start: float) -> None:
-        """Record the members for which a decision or its round did not wait.
-
-        Args:
-            late: Rank and delay in seconds of each of these members.
-            start: Arrival time of the decision's first report.
-        """
-        self.stragglers.extend((Straggler(decision, rank, offset_s), start) for rank, offset_s in late)
-
     def note_arrival(self, rank: int, now: float) -> None:
         """Set the ``offset_s`` of a straggler whose report has arrived."""
         for index, (straggler, start) in enumerate(self.stragglers):
@@ -140,7 +126,7 @@ class History:
                 self.stragglers[index] = (replace(straggler, offset_s=now - start), start)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveStatistics:
     """Counts of one member's reports, roles and transferred bytes.
 
@@ -170,22 +156,22 @@ class SelectiveStatistics:
     """
 
     iteration: int
-    report_count: int
-    nonfinite_metric_count: int
-    snapshot_count: int
-    replacement_count: int
+    report_count: int = 0
+    nonfinite_metric_count: int = 0
+    snapshot_count: int = 0
+    replacement_count: int = 0
     abandoned: Mapping[str, int]
     declined: Mapping[str, int]
-    unapplied_count: int
-    last_round: int
-    reduction_count: int
-    reasked_count: int
-    sent_nbytes: int
-    received_nbytes: int
-    read_nbytes: int
-    epoch: int
-    coordinator_rank: int | None
-    coordinator: CoordinatorStatistics | None
+    unapplied_count: int = 0
+    last_round: int = 0
+    reduction_count: int = 0
+    reasked_count: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    read_nbytes: int = 0
+    epoch: int = 0
+    coordinator_rank: int | None = None
+    coordinator: CoordinatorStatistics | None = None
     island: int | None = None
     migration_count: int = 0
     title: str = ""

@@ -207,6 +207,31 @@ class Succession:
         return (Claim(self.epoch),)
 
 
+class ReportedCoordinator:
+    """Stores the current coordinator, as reported by other ranks, on a rank that never coordinates."""
+
+    def __init__(self) -> None:
+        self.coordinator: int | None = None
+        self.epoch = self.report_count = self.nonfinite_count = 0
+
+    def follow(self, epoch: int, coordinator: int | None) -> None:
+        """Store a new coordinator and its number ``epoch``, or None if there is no coordinator at present."""
+        self.epoch, self.coordinator = epoch, coordinator
+
+    def statistics(self) -> None:
+        """Return None, because this rank never coordinates."""
+
+    def report(self, iteration: int, call: int, value: float) -> None:
+        """Do nothing, because another rank reports for this rank."""
+
+    def leave(self) -> None:
+        """Do nothing, because this rank does not watch or replace the coordinator."""
+
+
+#: Object that knows the current coordinator.
+CoordinatorView: TypeAlias = Succession | ReportedCoordinator
+
+
 class Watch:
     """Detects that a policy's coordinator does not answer this member, or that its answers are too late."""
 

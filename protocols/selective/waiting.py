@@ -170,10 +170,6 @@ class Patience:
             self.awaited.remove(rank)
             self._complete_at = now
 
-    def on_report_invalid(self, rank: int) -> None:
-        """Wait again for a member whose report has become invalid."""
-        self.awaited.add(rank)
-
     def slow_ranks(
         self, paces: Iterable[tuple[int, Pace]], cadence_s: float, now: float, *, slowest: Pace | None = None
     ) -> frozenset[int]:

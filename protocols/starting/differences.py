@@ -6,9 +6,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import torch
-
-from asyncdist import DisagreementError, Group, StartTimeoutError, World
+from asyncdist import (
+    DisagreementError,
+    Group,
+    StartTimeoutError,
+    World,
+    compute_and_broadcast,
+    reduce_and_broadcast,
+)
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
@@ -26,6 +31,23 @@ RESUMED: Final = "begins with a saved state"
 STEPS: Final = "steps before the resume"
 #: Name of the value that marks a restart after exhausted memory. A difference in this value is reported first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
+_SAVED: Final = (
+    "load a saved state on all ranks or on none. On a rank without its own checkpoint, as after a resume on more "
+    "ranks, "
+)
+#: What to do about a difference, by its name.
+_CURES: Final = {
+    LEFT_OUT: "with parameters='trainable' the other parameters must be equal on all ranks: load the same weights on "
+    "all ranks, or pass parameters='all'",
+    FIRST_WEIGHTS: "all ranks of this policy must begin with equal weights: call torch.manual_seed(seed) with the same "
+    "seed on all ranks before the model is created, load the same weights or checkpoint on all ranks, or call "
+    "asyncdist.average_models(model) (asyncdist.blocking.average_models without coroutines) if the model has been "
+    "trained before",
+    STEPS: "ranks that were saved after different numbers of steps must resume with the average_every, fragments, "
+    'overlap_steps, warmup_steps, late and quorum with which they were saved, or with late="skip"',
+    ROUNDS: f"{_SAVED}load the state of one of the saved ranks",
+    RESUMED: f"{_SAVED}call asyncdist.load_population",
+}
 _WHOSE_START: Final = "a policy's ranks are the ranks of its group=, by default all"
 
 
@@ -75,34 +97,8 @@ async def explained(
         A more detailed error, or ``error`` itself if it has another reason.
     """
     difference = error.facts.get("difference")
-    if difference == LEFT_OUT:
-        return DisagreementError(
-            f"{error.message}; with parameters='trainable' the other parameters must be equal on all ranks: load the "
-            "same weights on all ranks, or pass parameters='all'",
-            **error.facts,
-        )
-    if difference == FIRST_WEIGHTS:
-        return DisagreementError(
-            f"{error.message}; all ranks of this policy must begin with equal weights: call "
-            "torch.manual_seed(seed) with the same seed on all ranks before the model is created, load the same "
-            "weights or checkpoint on all ranks, or call asyncdist.average_models(model) "
-            "(asyncdist.blocking.average_models without coroutines) if the model has been trained before",
-            **error.facts,
-        )
-    if difference == STEPS:
-        return DisagreementError(
-            f"{error.message}; ranks that were saved after different numbers of steps must resume with the "
-            "average_every, fragments, overlap_steps, warmup_steps, late and quorum with which they were saved, or "
-            'with late="skip"',
-            **error.facts,
-        )
-    if difference in (ROUNDS, RESUMED):
-        how = "load the state of one of the saved ranks" if difference == ROUNDS else "call asyncdist.load_population"
-        return DisagreementError(
-            f"{error.message}; load a saved state on all ranks or on none. On a rank without its own checkpoint, as "
-            f"after a resume on more ranks, {how}",
-            **error.facts,
-        )
+    if difference in _CURES:
+        return DisagreementError(f"{error.message}; {_CURES[difference]}", **error.facts)
     if difference != "model":
         return error
     async with await world.peers.groups.new_group(ranks, timeout_s, part_of=start) as group:
@@ -110,25 +106,14 @@ async def explained(
 
 
 async def _difference_in(group: Group, world: World, mine: Fingerprint) -> DisagreementError | None:
-    first, collectives = group.ranks[0], world.collectives
-    text = mine.to_text().encode()
-    length = await collectives.broadcast(torch.tensor(len(text), device="cpu"), group, first)
-    if world.rank == first:
-        theirs = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    else:
-        theirs = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    await collectives.broadcast(theirs, group, first)
-    first_model = Fingerprint.from_text(bytes(theirs.numpy()).decode())
-    difference = _wrapping(mine, first_model) or first_difference(mine, first_model)
+    first = group.ranks[0]
+    theirs = Fingerprint.from_text(await compute_and_broadcast(mine.to_text, group=group, world=world))
+    difference = _wrapping(mine, theirs) or first_difference(mine, theirs)
     note = f"{difference} (here: rank {world.rank}, there: rank {first})" if difference else ""
-    found = torch.zeros(512, dtype=torch.uint8, device="cpu")
-    encoded = note.encode()[: found.numel()]
-    found.numpy()[: len(encoded)] = list(encoded)
-    for other in await collectives.all_gather(found, group):
-        received = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
-        if received:
-            return DisagreementError(f"the models differ: {received}", difference="model")
-    return None
+    found: str = await reduce_and_broadcast(
+        lambda: note, lambda notes: next(filter(None, notes), ""), group=group, world=world
+    )
+    return DisagreementError(f"the models differ: {found}", difference="model") if found else None
 
 
 def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:

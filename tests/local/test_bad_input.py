@@ -248,7 +248,7 @@ def test_donor_whose_model_has_changed_gives_no_snapshot() -> None:
                 except ValueError as error:
                     assert "further" in str(error)
                     refused += 1
-                    assert policy._resources.snapshots.in_use == 0
+                    assert policy._own.snapshots.in_use == 0
                 if refused == 3:
                     over.append(world.rank)
         return refused

@@ -16,7 +16,7 @@ from protocols.selective.selection import SelectiveRules
 
 async def test_stopped_coordinator_names_its_successor_to_each_sender(monkeypatch: Any) -> None:
     async with worlds(3) as made:
-        scopes = PolicyScopes.of_numbers(1, 2)
+        scopes = PolicyScopes(1, 2)
         coordinator = Coordinator(
             made[0].services, range(3), range(3), SelectiveRules(), scopes, epoch=0, model_nbytes=8
         )

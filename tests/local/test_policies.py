@@ -346,7 +346,7 @@ def test_average_that_arrives_as_its_rank_leaves_is_not_applied(
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
             await policy.step(float(world.rank))
             if world.rank == 0:
-                replacer = policy._opened.roles.replacer
+                replacer = policy._opened.replacer
                 while replacer.exchange is None or replacer.exchange.average is None:
                     await world.safe_point()
             while world.rank == 1 and 0 not in world.services.left:

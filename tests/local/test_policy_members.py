@@ -320,7 +320,7 @@ def test_a_rank_that_was_replaced_since_it_was_judged_declines() -> None:
                 if info:
                     at = policy.iteration - 1
                     assign = Assign(REPLACER, (1,), (0,), judged_iteration=at - 1, best=1)
-                    policy._opened.roles.carry_out(policy._member.on_assign(assign, 99))
+                    policy._opened.carry_out(policy._member.on_assign(assign, 99))
         return dict(policy.statistics().declined)
 
     declined, nothing = run(main, 2)

@@ -22,8 +22,7 @@ async def test_requests_of_an_earlier_epoch_get_the_abort(monkeypatch: Any) -> N
     async with worlds(2) as made:
         refused: list[tuple[int, int]] = []
         monkeypatch.setattr(SnapshotServer, "_refuse", lambda server, key: refused.append(key))
-        scopes = PolicyScopes.__new__(PolicyScopes)
-        scopes.policy, scopes.to_members, scopes.to_coordinator = 1, 2, 3
+        scopes = PolicyScopes(to_members=2, to_coordinator=3, policy=1)
         donor, replacer = (MemberChannels(world.services, scopes) for world in made)
 
         def ask(slot: int) -> None:

@@ -150,7 +150,7 @@ with ad.blocking.open_world() as world:
         average = at[taken[each["round"]]]
         expected = mixed(each["own"], average)
         each["equal"] = digest(expected) == digest(each.pop("after")) != digest(each.pop("own"))
-    statistics, pool = policy.statistics(), policy._inner._resources.snapshots
+    statistics, pool = policy.statistics(), policy._inner._own.snapshots
     shard_nbytes = sum(each.to_local().nbytes for each in model.parameters()) + sum(b.nbytes for b in model.buffers())  # type: ignore[attr-defined]
     report(
         world.rank,

@@ -125,7 +125,7 @@ async def _main(world: ad.World, late_s: Sequence[float]) -> Trained | str:
             seen = policy.statistics()
             if policy.is_alone:
                 return Trained(0, 0, world.rank, 0)
-            leadership = policy._opened.tracker
+            leadership = policy._tracker
             assert isinstance(leadership, Leadership)
             return Trained(leadership._scopes.policy, seen.epoch, seen.coordinator_rank, seen.last_round)
     except _REFUSALS as error:

@@ -325,12 +325,12 @@ class Member:
         policy = self.selective
         if policy is None:
             return
-        membership, resources = policy._membership, policy._resources
-        if membership is not None:
-            offer, exchange = membership.roles.donor.offer, membership.roles.replacer.exchange
+        roles, resources = policy._roles, policy._resources
+        if roles is not None:
+            offer, exchange = roles.donor.offer, roles.replacer.exchange
             if offer is not None and exchange is not None:
                 self.watch.check(False, f"{self} is a donor in {offer} and a replacer in {exchange}")
-        is_frugal = len(resources.snapshots._used) <= _SNAPSHOT_COUNT_MAX >= resources.parts.in_use
+        is_frugal = len(resources.own.snapshots._used) <= _SNAPSHOT_COUNT_MAX >= resources.parts.in_use
         accumulator_count = 0
         for pool in resources.buffers._pools:  # a generator expression would take twice as long
             accumulator_count += len(pool._used)
@@ -427,8 +427,8 @@ class Watch:
         roles = {"anybody", *(["coordinator"] if rank in lead else [])}
         for member in self.members:
             policy = member.selective
-            if member.rank == rank and policy is not None and policy._membership is not None:
-                held = policy._membership.roles
+            if member.rank == rank and policy is not None and policy._roles is not None:
+                held = policy._roles
                 offer, exchange = held.donor.offer, held.replacer.exchange
                 if offer is not None and offer.streams:
                     roles.add("donor mid-stream")

@@ -12,7 +12,7 @@ from support.seeds import in_ci
 import asyncdist as ad
 from asyncdist.simulation import simulate
 from protocols import AsyncSelectiveAveragingPolicy, DiLoCoPolicy, SpawnPolicy
-from protocols.selective.departures import Departures
+from protocols.selective.roster import Departures
 
 POLICIES: dict[str, Callable[..., SpawnPolicy]] = {
     "diloco": DiLoCoPolicy,

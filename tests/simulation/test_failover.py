@@ -36,8 +36,8 @@ from protocols.joining import dispatcher
 from protocols.selective import succession
 from protocols.selective.leadership import Leadership
 from protocols.selective.messages import Joined, PackedAssign
+from protocols.selective.plan import Plan
 from protocols.selective.roles.member_channels import MemberChannels
-from protocols.selective.round.plan import Plan
 
 STEP_S = 0.01
 EVERY = 5
@@ -338,7 +338,7 @@ def test_an_assignment_of_a_lost_coordinator_is_not_a_role() -> None:
                 inbox = policy._opened.channels.control.inbox
                 inbox.mailbox.append(ad.Envelope(PackedAssign(Plan((1, 2), (2,), (5, 5), 1).packed()), 0, 1))
                 inbox.wake_one()
-                leadership = policy._opened.tracker
+                leadership = policy._tracker
                 assert isinstance(leadership, Leadership)
                 leadership._lose_coordinator("is gone", 0)
             await asyncio.sleep(2.0)

@@ -66,7 +66,7 @@ def opened(
     listener = MembershipListener()
     membership = Membership(
         world.services,
-        PolicyScopes.of_numbers(0, 0),
+        PolicyScopes(0, 0),
         members,
         known=replicas.ranks[:: replicas.size] or range(RANKS),
         leader=0 if attempt else None,

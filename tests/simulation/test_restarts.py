@@ -454,7 +454,7 @@ def test_a_donor_of_weights_that_are_not_finite_keeps_no_copies() -> None:
                 tiny.weight.data.fill_(math.nan)
             for _ in range(100):
                 await policy.step(float(world.rank))
-            kept = policy._opened.states._offered
+            kept = policy._states._offered
         declined = policy.statistics().declined
         return world.incarnation, kept, [("finite" in why, count) for why, count in declined.items()]
 
@@ -472,7 +472,7 @@ def test_a_request_of_the_process_before_admits_nobody(monkeypatch: pytest.Monke
         tiny = Tiny(0.0)
         optimizer = torch.optim.SGD([tiny.weight], lr=0.1)
         async with AsyncSelectiveAveragingPolicy(tiny, optimizer, average_every=1, round_timeout_s=5.0) as policy:
-            roles = policy._opened.roles
+            roles = policy._opened
             note = roles.admit
             monkeypatch.setattr(roles, "admit", lambda *of: (admitted.append(of), note(*of))[1])
             while world.time() < 60.0:

@@ -16,9 +16,9 @@ from asyncdist.tensors.flat_state import FlatState
 from protocols.parameter_stream.parts import Part
 from protocols.selective import selection
 from protocols.selective.messages import REPLACER, Assign
-from protocols.selective.roles import mean_receiver
-from protocols.selective.roles.exchange_buffers import ExchangeBuffers
-from protocols.selective.roles.relay import Relay
+from protocols.selective.roles import exchange
+from protocols.selective.roles.reducer import Relay
+from protocols.selective.roles.resources import ExchangeBuffers
 from simulation.read_scenarios import shared_memory
 from simulation.test_routes import Ended, one_round
 
@@ -32,13 +32,13 @@ COMPUTE = Compute(step_s=1e-3, overrun_probability=0.0)
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """Let small models be shared, and record which rank requests a mean from which rank."""
     found: Asked = []
-    ask = mean_receiver.ask_for_part
+    ask = exchange.ask_for_part
 
     def noted(services: Any, server: Any, source: int, into: Any, part: Any, **options: Any) -> Any:
         found.append((services.rank, source, part.number))
         return ask(services, server, source, into, part, **options)
 
-    monkeypatch.setattr(mean_receiver, "ask_for_part", noted)
+    monkeypatch.setattr(exchange, "ask_for_part", noted)
     monkeypatch.setattr(selection, "SHARED_NBYTES_MIN", 0)
     yield found
 
@@ -127,7 +127,7 @@ def test_if_the_fetching_rank_dies_the_others_ask_the_reducer(asked: Asked, monk
 
 def test_if_the_fetching_rank_gives_up_others_ask_the_reducer(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 refuses to fetch its parts."""
-    run = mean_receiver.MeanReceiver.run
+    run = exchange.MeanReceiver.run
 
     async def failing(self: Any, *args: Any, **options: Any) -> None:
         if self._services.rank == 1:
@@ -135,7 +135,7 @@ def test_if_the_fetching_rank_gives_up_others_ask_the_reducer(asked: Asked, monk
             raise TimeoutError("as if it had taken too long")
         await run(self, *args, **options)
 
-    monkeypatch.setattr(mean_receiver.MeanReceiver, "run", failing)
+    monkeypatch.setattr(exchange.MeanReceiver, "run", failing)
     report = population()
     check_replaced(report, (0, 2, 3))
     assert [info.abandoned != "" for info in report.results[1].infos] == [True]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from protocols.selective.messages import PackedAssign, PackedFrozen
-from protocols.selective.round.plan import Freeze, Plan
+from protocols.selective.plan import Freeze, Plan
 
 _NUMBERS: Final = (-1, 0, 1, 2, 3, 7, 255, 2**16, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
 _FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"))

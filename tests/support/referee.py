@@ -6,9 +6,9 @@ import math
 from collections import Counter
 
 from asyncdist.messaging import wire
+from protocols.selective.lifecycle import PLAUSIBLE_ROUND_MAX
 from protocols.selective.messages import Assign, End, Frozen, Joined, Rejoin
-from protocols.selective.round.lifecycle import PLAUSIBLE_ROUND_MAX
-from protocols.selective.round.state import Send
+from protocols.selective.roster import Send
 from protocols.selective.selection import SelectiveRules
 from support.selective import OpenedCoordinator
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from protocols.selective.messages import PackedAssign, PackedFrozen
-from protocols.selective.round.state import Send
+from protocols.selective.roster import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import SelectiveRules
 

@@ -12,11 +12,12 @@ from hypothesis import given, settings, strategies as st
 from support.selective import OpenedCoordinator, rules
 
 from protocols.joining.messages import Declined
+from protocols.joining.scopes import PolicyScopes
 from protocols.selective.islands.layout import Island, IslandOptions, by_host
 from protocols.selective.islands.migrants import GUEST_COUNT_MAX
 from protocols.selective.islands.migration import Migration
 from protocols.selective.messages import Assign, End, Frozen, Joined
-from protocols.selective.round.state import Send
+from protocols.selective.roster import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import decide, reducers_of
 
@@ -279,13 +280,15 @@ def test_a_rank_that_has_left_gets_messages_after_its_restart() -> None:
         restarted={},
         shared=lambda _: SimpleNamespace(send=lambda _, dest: sent.append(dest)),
     )
-    island = IslandOptions(islands=2).island_of(0, range(4))
+    options = IslandOptions(islands=2)
+    island = options.island_of(0, range(4))
     assert island is not None
     nothing: Any = None
-    migration = Migration(services, island, 1, "", (), draw=None, visits=nothing, coordinator_view=nothing)
+    world: Any = SimpleNamespace(services=services)
+    migration = Migration(world, island, options, PolicyScopes(1, 2), nothing, nothing)
     for rank, restarts in ((2, 0), (None, 1), (2, 1), (None, 2)):
         if rank is not None:
-            migration.on_message(Declined(1), rank, is_serving=True)
+            migration.on_message(Declined(0), rank, is_serving=True)
         services.restarted[2] = restarts
         migration.emigrate(0, 0)
     assert sent == [3, 2, 3, 3, 2]  # the declined announcement is sent to rank 3 instead

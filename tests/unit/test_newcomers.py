@@ -16,10 +16,10 @@ from support.selective import OpenedCoordinator
 from asyncdist import LateError, RemoteProtocolError
 from asyncdist.collectives.agreement.incarnations import Incarnations
 from asyncdist.waits import WaitId
-from protocols.joining.newcomers import Application, NotMember, Welcome
+from protocols.joining.dispatcher import Application, NotMember, Welcome
 from protocols.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined
-from protocols.selective.round.state import Send
+from protocols.selective.roster import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import SelectiveRules
 

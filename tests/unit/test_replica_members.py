@@ -17,8 +17,8 @@ from protocols.selective.member import (
     TakeSnapshot,
 )
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen
-from protocols.selective.roles.coordinator_tracking import ReportedCoordinator
 from protocols.selective.roles.member_roles import MemberRoles
+from protocols.selective.succession import ReportedCoordinator
 
 #: Ranks of three replicas of two ranks: each leader, and the other rank of its replica.
 COUNTERPARTS = {0: 1, 2: 3, 4: 5}

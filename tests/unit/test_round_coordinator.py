@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from support.referee import Referee
 from support.selective import STRATEGIES, OpenedCoordinator, rules
 
+from protocols.selective.lifecycle import PLAUSIBLE_ROUND_MAX
 from protocols.selective.messages import Assign, Frozen, Joined
-from protocols.selective.round.lifecycle import PLAUSIBLE_ROUND_MAX
-from protocols.selective.round.state import Send
+from protocols.selective.roster import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import SHARED_NBYTES_MIN, Decision, SelectiveRules
 

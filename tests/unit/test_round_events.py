@@ -9,7 +9,7 @@ import pytest
 from protocols import PolicyEvent, RoleAssigned, RoundAbandoned, RoundEnded
 from protocols.selective.member import Instructions, RoundMember
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen
-from protocols.selective.roles.round_events import RoundEvents
+from protocols.selective.roles.member_roles import RoundEvents
 from protocols.step_info import UserEvents
 
 TO_GIVE = Assign(DONOR, (1, 2), (0,), 9, 2)

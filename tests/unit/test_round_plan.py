@@ -10,8 +10,10 @@ from hypothesis import given, strategies as st
 
 from asyncdist.messaging import wire
 from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, Frozen, PackedAssign, PackedFrozen
-from protocols.selective.round.packing import (
+from protocols.selective.plan import (
     RANK_COUNT_MAX,
+    Freeze,
+    Plan,
     join,
     pack_numbers,
     pack_ranks,
@@ -21,7 +23,6 @@ from protocols.selective.round.packing import (
     unpack_ranks,
     unpack_weights,
 )
-from protocols.selective.round.plan import Freeze, Plan
 
 some_ranks = st.sets(st.one_of(st.integers(0, 70), st.integers(0, 2**20))).map(lambda ranks: tuple(sorted(ranks)))
 numbers = st.lists(st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**63 - 1)), max_size=9).map(tuple)

@@ -9,8 +9,7 @@ from hypothesis import example, given, settings, strategies as st
 from support.selective import OpenedCoordinator
 
 from protocols.selective.messages import Assign
-from protocols.selective.roster import Roster
-from protocols.selective.round.state import Send
+from protocols.selective.roster import Roster, Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.selection import SelectiveRules
 from protocols.selective.statistics import Straggler

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from protocols.selective.round.plan import Plan, unpack_plan
+from protocols.selective.plan import Plan, unpack_plan
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.selection import SelectiveRules, decide
-from protocols.selective.sub_populations import parents_of
+from protocols.selective.selection import SelectiveRules, decide, parents_of
 
 
 def once(number: int) -> range:

@@ -192,7 +192,7 @@ def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dic
     """
     services, members = _Services(size), _Members()
     rules = SelectiveRules(replacement_ratio=0.25, quorum=1.0, route=route)
-    scopes = PolicyScopes.of_numbers(_TO_MEMBERS, _TO_COORDINATOR)
+    scopes = PolicyScopes(_TO_MEMBERS, _TO_COORDINATOR)
     given: Any = services
     coordinator = Coordinator(given, range(size), range(size), rules, scopes, epoch=0, model_nbytes=_MODEL_NBYTES)
     task: Any = coordinator.serve()
@@ -215,7 +215,7 @@ def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dic
         took_s += services.hear(task, tags.CONTROL, members.frames(tags.CONTROL, at, applied))
         message_count, nbytes = len(sent), sum(len(frame) for _, frame in sent)
         best_s = min(best_s, took_s - _sending_s(sent))
-    assert coordinator.statistics().rounds_ended == round_count
+    assert coordinator.core.statistics().rounds_ended == round_count
     gc.unfreeze()
     task.close()
     return {

@@ -7,7 +7,7 @@ rank's island is computed from the rank's position, so no rank stores a list of 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from asyncdist import StartTimeoutError, validation
 from asyncdist.protocols.declared import Options, integer, one_of, option, or_none
@@ -122,7 +122,8 @@ class IslandOptions(Options):
                 self.islands if is_count else self.island_size,
                 f"{validation.one_of(allowed)} to divide {count} ranks into equal islands of 2 or more ranks",
             )
-        return Island.at(rank, size, by_host(population, hosts))
+        grouped = by_host(population, hosts)
+        return Island(grouped.index(rank) // size, size, grouped)
 
 
 def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[int]:
@@ -155,11 +156,6 @@ class Island:
     index: int
     size: int
     population: Sequence[int]
-
-    @classmethod
-    def at(cls, rank: int, size: int, population: Sequence[int]) -> Self:
-        """Return the island that contains ``rank``."""
-        return cls(population.index(rank) // size, size, population)
 
     def index_of(self, rank: int) -> int:
         """Return the number of the island that contains ``rank``."""

@@ -5,25 +5,19 @@ it is called a *guest*, and can be a donor. This is the island model of evolutio
 Rana and Heckendorn 1999). Unlike in that model, an emigrant stays in its own island and sends only its weights.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from asyncdist.protocols.ranking import order_worst_first
 from asyncdist.protocols.selective.messages import End, Joined
-from asyncdist.protocols.selective.round.state import Member, ReportRecord, Send
+from asyncdist.protocols.selective.roster import Member, ReportRecord, Send
 from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, plausible_s
 
 T = TypeVar("T")
 
 #: Maximum number of guests (donors from other islands) that wait for a round. A further guest replaces the oldest.
 GUEST_COUNT_MAX: Final = 4
-
-
-class Guest(NamedTuple):
-    """Newest report and number of restarts of a rank of another island that can send its weights here."""
-
-    report: ReportRecord
-    incarnation: int
 
 
 class Migrants:
@@ -39,7 +33,7 @@ class Migrants:
         self._every = every
         self._metric_mode = metric_mode
         self._invited: dict[int, int] = {}
-        self._waiting: dict[int, Guest] = {}
+        self._waiting: dict[int, tuple[ReportRecord, int]] = {}  # by guest: newest report, and number of restarts
         self._emigrant: int | None = None
         self._round = 0
         self.emigrant_count = 0
@@ -50,7 +44,7 @@ class Migrants:
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]
-        if reports[best].is_finite:
+        if math.isfinite(reports[best].value):
             self._emigrant = best
             self.emigrant_count += 1
 
@@ -69,7 +63,7 @@ class Migrants:
             return False
         del self._invited[rank]
         report = ReportRecord(joined.iteration, joined.value, plausible_s(joined.step_time_s), now)
-        _put_newest(self._waiting, rank, Guest(report, joined.incarnation))
+        _put_newest(self._waiting, rank, (report, joined.incarnation))
         return True
 
     def remove(self, rank: int) -> None:
@@ -87,15 +81,15 @@ class Migrants:
             return {}
         limit_s = FREE_ROUNDS * max([report.step_s for report in reports.values()], default=0.0) + NOISE_S
         return {
-            rank: guest.report
-            for rank, guest in self._waiting.items()
-            if guest.report.received_at >= oldest_at and guest.report.step_s <= limit_s
+            rank: report
+            for rank, (report, _) in self._waiting.items()
+            if report.received_at >= oldest_at and report.step_s <= limit_s
         }
 
     def enter(self, guests: tuple[int, ...], round: int) -> None:
         """Add ranks of other islands to a round, without counting them as members. Forget all other waiting ranks."""
         for rank in guests:
-            incarnation = self._waiting[rank].incarnation
+            _, incarnation = self._waiting[rank]
             self._members[rank] = Member(joined=True, admitted=False, incarnation=incarnation)
         self.named, self._round = guests, round
         self._waiting.clear()

@@ -77,7 +77,7 @@ class Donor:
             ValueError: The model has changed since the policy was created. No copy is offered.
         """
         began_at = self._services.time()
-        snapshot = self._resources.snapshots.acquire()
+        snapshot = self._resources.own.snapshots.acquire()
         with_state = with_state or (self._resources.adopter is not None and self._states is not None)
         state_safe_points = self._offer_state(round) if with_state else 0
         try:
@@ -108,7 +108,7 @@ class Donor:
         self._offer_nothing(copy.round, copy.snapshot)
 
     def _offer_nothing(self, round: int, snapshot: FlatBuffers) -> None:
-        self._resources.snapshots.release(snapshot)
+        self._resources.own.snapshots.release(snapshot)
         if self._states is not None:
             self._states.withdraw_up_to(round)
 
@@ -116,13 +116,13 @@ class Donor:
         """Let the receiving ranks of ``round`` request the copy that :meth:`keep` has stored."""
         copy, self._kept = self._kept, None
         assert copy is not None, f"round {round} has no snapshot to give"
-        self.offer = self._server.offer(round, copy.snapshot, self._resources.snapshots.release)
+        self.offer = self._server.offer(round, copy.snapshot, self._resources.own.snapshots.release)
         self.snapshot_count += 1
-        self._resources.timing.add("snapshot", self._services.time() - copy.began_at)
+        self._resources.own.note_time("snapshot", self._services.time() - copy.began_at)
 
     def announce(self, copy: Copy) -> None:
         """Notify the user's ``on_event`` callback that this rank's weights were copied for a round."""
-        events = self._resources.events
+        events = self._resources.own.events
         if events.has_callback:
             events.deliver_now(SnapshotTaken(copy.round, copy.iteration, copy.snapshot.by_name(), self._island))
 

@@ -1,7 +1,11 @@
 """Passes events to a member's state machine, and executes its instructions to send, receive or apply weights.
 
 Events are messages from the coordinator, training steps, and the ends of copies and exchanges. The objects that execute
-the instructions do not depend on the state machine.
+the instructions do not depend on the state machine. :class:`RoundEvents` derives the events for the user's ``on_event``
+callback from the instructions. They wait in :class:`UserEvents` until the next step.
+
+Invariant: Each :class:`RoleAssigned` is followed by an :class:`AverageApplied`, :class:`RoundEnded` or
+:class:`RoundAbandoned` of the same round before the next :class:`RoleAssigned`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.state_transfer import StateTransfer
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.selective.member import (
+    DONOR_STATES,
     AddUp,
     Apply,
     Discard,
@@ -34,20 +39,75 @@ from asyncdist.protocols.selective.member import (
     TakeSnapshot,
     Withdraw,
 )
-from asyncdist.protocols.selective.messages import Assign, End, Frozen
-from asyncdist.protocols.selective.roles.coordinator_tracking import CoordinatorView
+from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline, End, Frozen
 from asyncdist.protocols.selective.roles.donor import Copy, Donor
-from asyncdist.protocols.selective.roles.exchange import Exchange
+from asyncdist.protocols.selective.roles.exchange import Exchange, Replacer
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
-from asyncdist.protocols.selective.roles.reducer import Reducer
-from asyncdist.protocols.selective.roles.relay import Relay
-from asyncdist.protocols.selective.roles.replacer import Replacer
+from asyncdist.protocols.selective.roles.reducer import Reducer, Relay
 from asyncdist.protocols.selective.roles.resources import RoleResources
-from asyncdist.protocols.selective.roles.round_events import RoundEvents
-from asyncdist.protocols.step_info import CoordinatorChanged, StepInfo
+from asyncdist.protocols.selective.succession import CoordinatorView
+from asyncdist.protocols.step_info import (
+    CoordinatorChanged,
+    RoleAssigned,
+    RoundAbandoned,
+    RoundEnded,
+    StepInfo,
+    UserEvents,
+)
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.roles.member_roles")
+
+
+class RoundEvents:
+    """Creates a member's events: a role was assigned, or the role's round has ended or was abandoned.
+
+    Args:
+        island: Number of the other island that assigns the roles, or -1 for this rank's own island.
+    """
+
+    def __init__(self, member: RoundMember, pending: UserEvents, island: int = -1) -> None:
+        self._member = member
+        self._pending = pending
+        self._island = island
+        self._role, self._round = "", 0  # role and round of the last RoleAssigned event, until the role ends
+
+    def note(self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = "") -> None:
+        """Create the user's events for instructions that the member's state machine has returned.
+
+        Args:
+            assign, round: Assignment that has caused the instructions, if any, and its round.
+            reason: Reason for the end of the round, if the end has caused the instructions.
+        """
+        declined: dict[int, str] = {}
+        for instruction in instructions:
+            match instruction:
+                case SendToCoordinator(Decline(why_declined), declined_round):
+                    declined[declined_round] = why_declined
+                case SendToCoordinator(Applied(), self._round):
+                    self._role, self._round = "", 0  # the replacer itself creates the AverageApplied event
+        if self._role == DONOR and not self._is_donor() and self._round not in declined:
+            why = reason or (f"round {round} began" if round else "the policy ended")
+            self._end(RoundEnded(self._round, why, self._island))
+        for discard in instructions:
+            if isinstance(discard, Discard):
+                self._abandon(discard.round, discard.reason)
+        if assign is not None and not (assign.admits and assign.role != DONOR):  # a restarted rank makes no steps yet
+            self._role, self._round = assign.role, round
+            self._pending.add(RoleAssigned(round, assign.role, assign.donors, assign.replacers, self._island))
+        for number, why in declined.items():
+            self._abandon(number, why)
+
+    def _is_donor(self) -> bool:
+        return self._member.round == self._round and self._member.state in DONOR_STATES
+
+    def _abandon(self, round: int, reason: str) -> None:
+        if self._role and round == self._round:
+            self._end(RoundAbandoned(round, reason, self._island))
+
+    def _end(self, event: RoundEnded | RoundAbandoned) -> None:
+        self._role, self._round = "", 0
+        self._pending.add(event)
 
 
 class MemberRoles:
@@ -74,13 +134,13 @@ class MemberRoles:
         holds_copies: bool = False,
     ) -> None:
         self._services = services
-        self._member = member
-        self._channels = channels
+        self.member = member
+        self.channels = channels
         self._coordinator_view = coordinator_view
         self._states = states
         self._journal = journal
-        self._user_events = resources.events
-        self._round_events = RoundEvents(member, resources.events, island)
+        self._user_events = resources.own.events
+        self._round_events = RoundEvents(member, resources.own.events, island)
         self._noted_state = member.state
         self._holds_copies = holds_copies
         self._held: Copy | None = None
@@ -98,18 +158,18 @@ class MemberRoles:
             case Assign():
                 for restarted in message.restarted:
                     self.admit(*restarted)
-                self.carry_out(self._member.on_assign(message, round), message, round)
+                self.carry_out(self.member.on_assign(message, round), message, round)
             case Frozen():
-                self.carry_out(self._member.on_frozen(message, round))
+                self.carry_out(self.member.on_frozen(message, round))
             case End(reason):
-                self.carry_out(self._member.on_end(reason, round), reason=reason)
+                self.carry_out(self.member.on_end(reason, round), reason=reason)
             case unknown:
                 assert_never(unknown)
 
     def admit(self, rank: int, incarnation: int) -> None:
         """Allow messages to a restarted rank, unless it has been restarted again since its admission."""
         if self._services.restarted.get(rank, 0) == incarnation:
-            self._channels.admit(rank)
+            self.channels.admit(rank)
             if self._states is not None:
                 self._states.admit(rank)
 
@@ -119,30 +179,30 @@ class MemberRoles:
         Args:
             why: Reason for reports, such as "is gone".
         """
-        self.carry_out(self._member.on_coordinator_gone(why), reason=f"the coordinator {why}")
+        self.carry_out(self.member.on_coordinator_gone(why), reason=f"the coordinator {why}")
 
     def follow(self, epoch: int, rank: int) -> None:
         """End all roles assigned by the previous coordinator, and take part in rounds of the new one, ``rank``."""
         self._journal.note_coordinator(epoch, rank)
         self._user_events.add(CoordinatorChanged(rank, epoch))
         self.lose_coordinator("is replaced")
-        self.carry_out(self._member.on_epoch(epoch, self._services.incarnation))
+        self.carry_out(self.member.on_epoch(epoch, self._services.incarnation))
 
     def rejoin(self) -> None:
         """Send this member's state to the coordinator, which has asked for it."""
-        self.carry_out(self._member.on_rejoin(self._services.incarnation))
+        self.carry_out(self.member.on_rejoin(self._services.incarnation))
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, iteration: int) -> StepInfo:
         """In a training step, copy the weights or load an average if this is due, and return the step's result."""
         abandoned = self.replacer.take_abandoned()  # reported unless this step applies the average of a later round
-        match self._member.on_step():
+        match self.member.on_step():
             case TakeSnapshot() as due:
                 self.take_snapshot(due, iteration)
             case Apply() as due:
                 if obstacle := self.replacer.obstacle():
-                    self.abandon(self._member.round, obstacle)
+                    self.abandon(self.member.round, obstacle)
                     return self.replacer.take_abandoned()
                 info = self.apply(due, iteration)
                 self.replacer.announce()
@@ -152,9 +212,9 @@ class MemberRoles:
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
         """Start to copy this rank's weights. Raise ValueError if the model has changed since the policy was created."""
         try:
-            copy = self.donor.copy(due.round, iteration, with_state=due.round == self._member.admitting)
+            copy = self.donor.copy(due.round, iteration, with_state=due.round == self.member.admitting)
         except ValueError:
-            self.carry_out(self._member.on_copied(due.round, iteration, fault="its model has changed"))
+            self.carry_out(self.member.on_copied(due.round, iteration, fault="its model has changed"))
             raise
         if copy.under_way is None:
             self._on_copied(copy)
@@ -169,7 +229,7 @@ class MemberRoles:
             nonfinite: Description of this rank's non-finite state, or "" if there is none. None to check the state now.
         """
         info = self.replacer.load_average(due.frozen, iteration, nonfinite)
-        self.carry_out(self._member.on_applied(iteration))
+        self.carry_out(self.member.on_applied(iteration))
         return info
 
     # -- ends of copies and exchanges -------------------------------------------------------------------------------
@@ -203,7 +263,7 @@ class MemberRoles:
         Args:
             fault: Reason why the copy cannot be sent, or "" if it can. None to check its values now.
         """
-        is_wanted = self._member.awaits_copy(copy.round)
+        is_wanted = self.member.awaits_copy(copy.round)
         if fault is None:
             fault = self.donor.fault_of(copy) if is_wanted else ""
         is_offered = is_wanted and not fault
@@ -212,7 +272,7 @@ class MemberRoles:
         else:
             self.donor.drop(copy)
         points = copy.state_safe_points
-        self.carry_out(self._member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
+        self.carry_out(self.member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
         if is_offered:  # called last, since the user's callback may raise
             self.donor.announce(copy)
 
@@ -221,42 +281,39 @@ class MemberRoles:
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
-                self._fail(exchange.round, fault)
-            elif self._member.on_averaged(exchange.round):
+                instructions = self.member.on_failed(exchange.round, fault)
+                if instructions:
+                    logger.info("round %d: abandoned, %s", exchange.round, fault)
+                self.carry_out(instructions)
+            elif self.member.on_averaged(exchange.round):
                 exchange.keep_average()
         finally:
             exchange.close()
 
-    def _fail(self, round: int, reason: str) -> None:
-        instructions = self._member.on_failed(round, reason)
-        if instructions:
-            logger.info("round %d: abandoned, %s", round, reason)
-        self.carry_out(instructions)
-
     def abandon(self, round: int, reason: str) -> None:
         """Abandon the average of ``round``, whether complete or not, for ``reason``."""
-        self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
+        self.carry_out(self.member.on_failed(round, reason))
 
     def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
         """Load the received weights on a restarted rank that adopts another member's whole state."""
-        self._member.on_step()
+        self.member.on_step()
         self.replacer.load(exchange)
-        self.carry_out(self._member.on_applied(iteration))
+        self.carry_out(self.member.on_applied(iteration))
 
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Start to leave the policy, but keep a finished copy of the weights available until its round has ended."""
-        self.carry_out(self._member.on_leave())
+        self.carry_out(self.member.on_leave())
 
     def finish(self) -> None:
         """End all roles in averaging rounds, because this rank has left the policy."""
-        self.carry_out(self._member.on_left())
+        self.carry_out(self.member.on_left())
 
     @property
     def is_sending(self) -> bool:
         """True if this rank is still sending its weights, or is leaving while they can still be requested."""
-        return self._member.state is State.LASTING or not self._channels.server.is_idle
+        return self.member.state is State.LASTING or not self.channels.server.is_idle
 
     # -- instructions -----------------------------------------------------------------------------------------------
 
@@ -271,23 +328,23 @@ class MemberRoles:
         self._round_events.note(instructions, assign, round, reason)
         for instruction in instructions:
             self._execute(instruction)
-        state = self._member.state
+        state = self.member.state
         if state is not self._noted_state:
             self._noted_state = state
-            self._journal.note_role(self._member.round or self._member.last_round, state.name.lower())
+            self._journal.note_role(self.member.round or self.member.last_round, state.name.lower())
 
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case SendToCoordinator(message, round):
                 coordinator = self._coordinator_view.coordinator
                 if coordinator is not None:
-                    self._channels.send_to_coordinator(message, coordinator, round)
+                    self.channels.send_to_coordinator(message, coordinator, round)
             case EnterEpoch(epoch):
-                self._channels.enter_epoch(epoch)
+                self.channels.enter_epoch(epoch)
             case RefuseUpTo(round):
-                self._channels.server.end_rounds(round)
+                self.channels.server.end_rounds(round)
             case RefuseMeans(round):
-                self._channels.server.end_means(round)
+                self.channels.server.end_means(round)
             case OfferSnapshot(round, _):
                 self.donor.open_offer(round)
             case Withdraw():

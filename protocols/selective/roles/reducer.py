@@ -1,11 +1,13 @@
-"""Averages one part of the donors' snapshots on a *reducer*, which sends the mean to all ranks that adopt it.
+"""Averages one part of the donors' snapshots on a *reducer*, and sends parts of the mean to the ranks that adopt it.
 
 A reducer requests its part from all donors when it is assigned. When the donors no longer change, it adds up the parts
 in rank order. The mean is therefore bitwise equal to a mean of whole snapshots. Each chunk of the mean is sent while
-later chunks arrive. Parts that arrive early are buffered. Together, these buffers are smaller than one model.
+later chunks arrive. Parts that arrive early are buffered. Together, these buffers are smaller than one model. If a part
+cannot be completed, or infinite values in it differ between donors, requests for its mean are refused. Each receiving
+rank then requests the part from the donors.
 
-If a part cannot be completed, or infinite values in it differ between donors, requests for its mean are refused. Each
-receiving rank then requests the part from the donors.
+Each part of the mean is sent to each host only once. One replacer requests it from the reducer. The other replacers on
+the host request it from that replacer (:class:`Relay`) or, if it does not arrive there, from the reducer.
 """
 
 from __future__ import annotations
@@ -24,10 +26,60 @@ from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_s
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
 from asyncdist.protocols.selective.messages import Assign, Frozen
 from asyncdist.protocols.selective.roles.donor import Donor
+from asyncdist.protocols.selective.roles.resources import Accumulator
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import weighted_mean_into
 
 logger = logging.getLogger("protocols.selective.roles.reducer")
+
+
+class Relay:
+    """Lets other ranks on this host copy the parts of an average that this rank has fetched from other hosts."""
+
+    def __init__(self, rank: int, server: SnapshotServer) -> None:
+        self._rank = rank
+        self._server = server
+        self._round = 0
+        self._fetched: set[Part] = set()  # parts that this rank must fetch and has not offered
+        self._offers: list[Offer] = []
+        self.shared_count = 0
+
+    def begin(self, round: int, assign: Assign) -> None:
+        """Determine which parts of the average this rank must fetch for its host.
+
+        Requests for such a part wait until it arrives.
+        """
+        assert not self._offers, f"round {round} begins while this rank shares parts of another round"
+        self._round = round
+        self._fetched = {
+            Part(number, len(assign.reducers))
+            for number, source in enumerate(assign.sources)
+            if source == self._rank != assign.reducers[number]
+        }
+
+    def share(self, round: int, part: Part, accumulator: Accumulator) -> None:
+        """Offer a part that has arrived in ``accumulator`` if this rank fetches it for its host."""
+        if round != self._round or part not in self._fetched:
+            return
+        self._fetched.remove(part)
+        accumulator.hold()
+        self._offers.append(
+            self._server.offer(round, part.of(accumulator.buffers), lambda _: accumulator.release(), mean_of=part)
+        )
+        self.shared_count += 1
+
+    def refuse_rest(self, round: int) -> None:
+        """Refuse requests for the parts of the average that will not arrive on this rank."""
+        if round == self._round:
+            for part in self._fetched:
+                self._server.end_mean(round, part)
+            self._fetched.clear()
+
+    def stop(self) -> None:
+        """Stop offering all parts of the average, and refuse further requests."""
+        self.refuse_rest(self._round)
+        while self._offers:
+            self._server.withdraw(self._offers.pop())
 
 
 @dataclass(slots=True, eq=False)

@@ -1,1 +1,0 @@
-"""Lets a restarted rank rejoin selective averaging after it has received a member's state."""

@@ -1,1 +1,0 @@
-"""Defines one round of selective averaging on the coordinator: its state, its transitions and its messages."""
