@@ -43,7 +43,7 @@ from asyncdist.transports.doorbell import ADDRESS_NBYTES, HOST_NBYTES, PeerBell,
 from asyncdist.transports.mpi_groups import MpiGroup
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
-from asyncdist.transports.torch_distributed.keepalive import open_descriptors, probe_all
+from asyncdist.transports.torch_distributed.sockets import open_descriptors, probe_all
 from asyncdist.trust import mpi_folders
 from asyncdist.wording import plural
 

@@ -18,9 +18,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.inheritance import kept_from_children
-from asyncdist.transports.torch_distributed.keepalive import probed_connections
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.sockets import configured_sockets
 
 _POISON_TAG: Final = 0x7FFFFFFE
 _PROOF_TAG: Final = 0x7FFFFFFC
@@ -86,7 +85,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 def make_gloo_groups(store: Any, rank: int, size: int, timeout: timedelta, *, is_loopback: bool = False) -> list[Any]:
     """Make the gloo groups for frames and large messages, on the loopback interface if ``is_loopback`` is true."""
-    with probed_connections(), kept_from_children():
+    with configured_sockets():
         return [
             make_gloo_group(store, name, rank, size, timeout, is_loopback=is_loopback) for name in ("control", "bulk")
         ]
