@@ -28,7 +28,7 @@ from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed.meeting import rendezvous, serving
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
-from asyncdist.transports.torch_distributed.transport import TorchTransport
+from asyncdist.transports.torch_distributed.transport import open_transport
 from asyncdist.trust.job_secret import JobSecret
 
 # ------------------------------------------------------------------------------------------------------------ the start
@@ -547,7 +547,7 @@ def test_the_users_group_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -
 
     def talk(rank: int) -> str:
         places.rank = rank
-        transport = TorchTransport(None)
+        transport = open_transport(None)
         buffer = bytearray(1)
         requests = [transport.irecv(buffer, 1 - rank, 5), transport.isend(bytes([rank]), 1 - rank, 5)]
         while requests:
