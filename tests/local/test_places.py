@@ -24,7 +24,7 @@ from asyncdist.errors import LateError, TransportError
 from asyncdist.launch import joining_ranks, local_ranks, place_claims
 from asyncdist.launch.place_claims import ClaimError, claim, keep
 from asyncdist.launch.supervision.endings import describe_end
-from asyncdist.launch.supervision.restarts import Restarts
+from asyncdist.launch.supervision.supervisor import Event, Supervisor
 from asyncdist.launchers import addresses, detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.local_host import LaunchError
@@ -477,20 +477,22 @@ class Supervised:
     """Ranks that a launcher supervises, and the notices that it has written to the store."""
 
     def __init__(self, ranks: dict[int, int], count: int = 0, *, have_joined: bool) -> None:
-        self.events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.keeper = Keeper()
         self.started: list[tuple[int, str]] = []
         self.is_memory_short = False
         environments = {rank: {environment.INCARNATION_VARIABLE: str(number)} for rank, number in ranks.items()}
         self.processes = {rank: Rank(rank, self.events) for rank in ranks}
-        self.again = Restarts(
+        self.supervisor = Supervisor(
+            self.events,
             self._start,
             environments,
-            count,
-            self.keeper,  # type: ignore[arg-type]
+            restarts=count,
+            store=self.keeper,  # type: ignore[arg-type]
             is_open=True,
             have_joined=have_joined,
         )
+        self.supervisor.processes = self.processes
 
     def _start(self, rank: int, variables: Mapping[str, str]) -> Rank:
         if self.is_memory_short:
@@ -501,7 +503,7 @@ class Supervised:
         return process
 
     def run(self) -> int:
-        return local_ranks.supervise(self.processes, self.events, self.again)
+        return self.supervisor.supervise()
 
 
 def test_place_is_free_if_its_killed_rank_is_not_restarted() -> None:
