@@ -34,7 +34,7 @@ from asyncdist._version import __version__
 from asyncdist.launch import guardians, place_claims, store_server
 from asyncdist.launch.supervision.supervisor import Event, Supervisor, signals_as_events
 from asyncdist.launchers import addresses, child_environment, job_rendezvous
-from asyncdist.trust import job_secret, secret_files
+from asyncdist.trust import job_secret
 from asyncdist.validation import printable
 
 #: Seconds for which the store runs after all ranks have ended, so that it can notify ranks of other launchers.
@@ -183,10 +183,10 @@ def _kept_secret(port: int, secret: str, *, is_given: bool) -> Iterator[None]:
     Raises:
         LaunchError: The file cannot be written, and the user has not given a secret with which other ranks could join.
     """
-    kept = secret_files.RenewedSecret(port, secret, environment.secret_directories)
+    kept = job_secret.RenewedSecret(port, secret, environment.secret_directories)
     try:
         if not kept.is_kept and not is_given:
-            why = secret_files.why_not_stored(environment.secret_directories())
+            why = job_secret.why_not_stored(environment.secret_directories())
             raise local_host.LaunchError(f"--places: the secret with which ranks join cannot be stored: {why}")
         yield
     finally:

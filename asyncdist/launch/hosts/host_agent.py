@@ -40,7 +40,7 @@ from asyncdist._version import __version__  # noqa: E402
 from asyncdist.launch import guardians, local_ranks  # noqa: E402
 from asyncdist.launchers import addresses, child_environment  # noqa: E402
 from asyncdist.trust.mpi_folders import MpiFolders  # noqa: E402
-from asyncdist.trust.temporary_folders import TemporaryFolder  # noqa: E402
+from asyncdist.trust.private_folders import TemporaryFolder  # noqa: E402
 
 #: Line that makes the thread that reads guardians' reports end.
 _OVER: Final = b"over\n"
