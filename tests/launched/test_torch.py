@@ -23,8 +23,8 @@ from support.torchrun import Result, run_ranks
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import CallbackQueue, Matcher
-from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.gloo_link import _ANNOUNCE, _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link
+from asyncdist.transports.torch_distributed.meeting.stores import reason
 from asyncdist.transports.torch_distributed.transport import TorchTransport
 
 MIB = 1 << 20

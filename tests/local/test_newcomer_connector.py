@@ -19,7 +19,7 @@ from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed import gloo_groups, transport
 from asyncdist.transports.torch_distributed.meeting import newcomers
 from asyncdist.transports.torch_distributed.meeting.newcomers import NewcomerConnector
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
 from asyncdist.trust.job_secret import JobSecret
 
 #: A generous limit in seconds: a longer wait is a hang.

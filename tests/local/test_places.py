@@ -30,7 +30,7 @@ from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.local_host import LaunchError
 from asyncdist.transports.torch_distributed.meeting import newcomers, rendezvous
 from asyncdist.transports.torch_distributed.meeting.newcomers import WorldEntry
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
 from asyncdist.transports.torch_distributed.transport import TorchTransport
 from asyncdist.trust.job_secret import JobSecret
 

@@ -38,10 +38,9 @@ from asyncdist._version import describe_version
 from asyncdist.errors import DisagreementError, LateError, TransportError
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.matching import CallbackQueue
-from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.meeting import connecting
+from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting.rendezvous import join_world, open_store
-from asyncdist.transports.torch_distributed.meeting.sealed_store import PAUSE_PER_RANK_S, SealedStore, text_of
+from asyncdist.transports.torch_distributed.meeting.stores import PAUSE_PER_RANK_S, SealedStore, reason, text_of
 from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
@@ -191,7 +190,7 @@ class WorldEntry:
         if count == 1:
             return []
         timeout_s = _CONNECT_S + count * _CONNECT_PER_RANK_S
-        return connecting.make_gloo_groups(
+        return gloo_groups.make_agreed_groups(
             self.store,
             rank,
             count,
@@ -480,7 +479,7 @@ class NewcomerConnector:
             part = store.part(f"{place}/{number}")
             try:
                 check()
-                return connecting.make_gloo_groups(
+                return gloo_groups.make_agreed_groups(
                     part,
                     int(self._rank > rank),
                     2,
