@@ -80,9 +80,7 @@ def _open_mpi(started: Launch) -> MpiMessages:
     kind = SurvivingMpiTransport if mpi_launchers.survives_rank_loss() else MpiTransport
     transport: MpiMessages = kind(functools.partial(mpi_launchers.check_library, started))
     if started.transport == "mpi":
-        mpi_launchers.check_world_size(
-            started.expected_size, transport.size, transport.describe(), source=started.source
-        )
+        mpi_launchers.check_world_size(started, transport.size, transport.describe())
         if transport.size == 1 and started.source == NO_LAUNCHER:
             detection.check_alone()
         hint = mpi_launchers.oversubscription_hint()
