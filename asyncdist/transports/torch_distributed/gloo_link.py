@@ -36,7 +36,7 @@ import torch
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Buffer
-from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send, end_process
+from asyncdist.transports.matching import BufferedMessage, Matcher, Receive, Send, end_process
 from asyncdist.transports.torch_distributed.gloo_transfers import (
     FOREVER,
     TRAILER_NBYTES,
@@ -129,6 +129,9 @@ class _Announced:
 
     def discard(self) -> None:
         self._link.fetch(_Download(self._number, memoryview(bytearray(self.nbytes)), None))
+
+    def fail(self, error: RankLostError) -> None:
+        """Do nothing, because the send fails in the sender's process."""
 
 
 class Link:
@@ -298,7 +301,7 @@ class Link:
             kind, tag, number, nbytes = _ENTRY.unpack_from(frame, position)
             position += _ENTRY.size
             if kind == _MESSAGE:
-                self._matcher.deliver(InlineMessage(self.peer, tag, frame[position : position + nbytes]))
+                self._matcher.deliver(BufferedMessage(self.peer, tag, frame[position : position + nbytes]))
                 position += nbytes
             elif kind == _ANNOUNCE:
                 self._matcher.deliver(_Announced(self, tag, number, nbytes))
@@ -340,7 +343,7 @@ class Link:
             return
         del self._downloads[download.number]
         if download.receive is not None:
-            download.receive.complete()
+            download.receive.done = True
         self._queue(_ENTRY.pack(_LANDED, 0, download.number, 0))
 
     # -- the end ----------------------------------------------------------------------------------------------------

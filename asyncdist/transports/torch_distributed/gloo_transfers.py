@@ -204,7 +204,7 @@ class StreamTransfers:
         receive.source = self._peer
         receive.nbytes = max(0, mark)
         receive.cancelled = mark == _EMPTY
-        receive.complete()
+        receive.done = True
 
     def lose(self, error: RankLostError) -> None:
         """Fail the sends and receives in progress, because the peer is lost. Their handles and buffers are kept."""
