@@ -155,42 +155,33 @@ def _store(
     """Run the process that serves the store, at the address in the ranks' variables.
 
     With ``places``, write the secret to a file and the free places to the store, for ``asyncdist run --join``.
+
+    Raises:
+        LaunchError: The file cannot be written, and the user has not given a secret with which other ranks could join.
     """
     address, port = variables["MASTER_ADDR"], variables["MASTER_PORT"]
     command = [sys.executable, store_server.PROGRAM, address, port, *["open"] * is_open]
     with contextlib.ExitStack() as stack:
         if places is not None:
-            stack.enter_context(_kept_secret(int(port), variables[environment.SECRET_VARIABLE], is_given=is_open))
+            directories, secret = environment.secret_directories, variables[environment.SECRET_VARIABLE]
+            if not stack.enter_context(job_secret.kept(int(port), secret, directories)) and not is_open:
+                why = job_secret.why_not_stored(directories())
+                raise local_host.LaunchError(f"--places: the secret with which ranks join cannot be stored: {why}")
         server = _popen(command, variables, "the store", stdin=subprocess.PIPE)
         try:
             if places is not None:
                 _announce_places(server, variables, ranks, places, program, is_open=is_open)
             yield server
         finally:
-            if places is not None:
-                _announce_end(server)
+            if places is not None:  # give other launchers' ranks time to notice that the store is about to close
+                store_server.send_line(server, f"asyncdist/{place_claims.OVER} ")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(OVER_S)
             server.end()
             server.wait()
             assert server.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # raised if a line could not be sent
                 server.stdin.close()
-
-
-@contextlib.contextmanager
-def _kept_secret(port: int, secret: str, *, is_given: bool) -> Iterator[None]:
-    """Write the job's secret to a file, in which ``asyncdist run --join`` finds it, and remove the file at the end.
-
-    Raises:
-        LaunchError: The file cannot be written, and the user has not given a secret with which other ranks could join.
-    """
-    kept = job_secret.RenewedSecret(port, secret, environment.secret_directories)
-    try:
-        if not kept.is_kept and not is_given:
-            why = job_secret.why_not_stored(environment.secret_directories())
-            raise local_host.LaunchError(f"--places: the secret with which ranks join cannot be stored: {why}")
-        yield
-    finally:
-        kept.remove()
 
 
 def given_secret(environ: Mapping[str, str]) -> str | None:
@@ -223,13 +214,6 @@ def _announce_places(
     )
 
 
-def _announce_end(server: RankProcess) -> None:
-    """Notify other launchers' ranks that the store is about to close, and give them ``OVER_S`` seconds."""
-    store_server.send_line(server, f"asyncdist/{place_claims.OVER} ")
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(OVER_S)
-
-
 def build_environments(
     environ: Mapping[str, str],
     *,
@@ -243,8 +227,8 @@ def build_environments(
 ) -> list[dict[str, str]]:
     """Return the environment of each rank. If ``is_open``, ranks on other hosts may join the job."""
     shared = child_environment.for_ranks(environ, ranks=ranks, threads=threads, cores=cores)
-    newcomers = newcomer_variables(0, 0 if places is None else places - ranks)
-    own = newcomers if restarts or places is not None else {}
+    is_joinable = restarts or places is not None
+    own = newcomer_variables(0, (places or ranks) - ranks) if is_joinable else {}
     port, run_id = addresses.find_free_port(), local_host.new_run_id()
     shared |= {
         environment.SECRET_VARIABLE: secret,

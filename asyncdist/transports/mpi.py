@@ -213,9 +213,6 @@ class MpiMessages(Transport):
         return bells
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        return self._sent(buffer, dest, tag)
-
-    def _sent(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return SendRequest(self._comm.Isend(buffer, dest, tag), buffer, self._fail, dest, self._bells[dest])
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:

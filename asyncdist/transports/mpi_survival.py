@@ -82,7 +82,7 @@ class SurvivingMpiTransport(MpiMessages):
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         if dest in self._lost:  # MPI would complete a small send to a dead rank.
             return _FailedRequest(dest)
-        return self._sent(buffer, dest, tag)
+        return super().isend(buffer, dest, tag)
 
     def _send_request(self, buffer: Buffer, dest: int, tag: int) -> Any:
         return _FailedRequest(dest) if dest in self._lost else super()._send_request(buffer, dest, tag)

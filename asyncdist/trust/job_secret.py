@@ -177,44 +177,34 @@ def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
     return None
 
 
-class RenewedSecret:
-    """Writes a job's secret to a file, and rewrites the file if it disappears.
+@contextlib.contextmanager
+def kept(port: int, text: str, bases: Callable[[], Iterable[str]], *, renewal_s: float = _RENEWAL_S) -> Iterator[bool]:
+    """Write a job's secret to a file, and remove the file when the context ends. Yield whether it could be written.
 
     ``/run/user/UID`` is removed when the user's last session on this host ends, and cleaners remove old files from
-    ``/tmp``. A thread therefore checks regularly that the file exists.
+    ``/tmp``. A thread therefore checks regularly that the file exists, and rewrites it.
     """
+    file = keep(port, text, bases())
+    is_over = threading.Event()
 
-    def __init__(
-        self, port: int, text: str, bases: Callable[[], Iterable[str]], *, renewal_s: float = _RENEWAL_S
-    ) -> None:
-        self._port = port
-        self._text = text
-        self._bases = bases
-        self._renewal_s = renewal_s
-        self._is_removed = threading.Event()
-        self._kept = keep(port, text, bases())
-        self._thread = threading.Thread(target=self._renew, name="secret", daemon=True)
-        self._thread.start()
+    def renew() -> None:
+        nonlocal file
+        while not is_over.wait(renewal_s):
+            now = tuple(bases())
+            if find(name_of(port), now) is None:
+                if file is not None:
+                    file.remove()
+                file = keep(port, text, now)
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether the file could be written."""
-        return self._kept is not None
-
-    def _renew(self) -> None:
-        while not self._is_removed.wait(self._renewal_s):
-            bases = tuple(self._bases())
-            if find(name_of(self._port), bases) is None:
-                if self._kept is not None:
-                    self._kept.remove()
-                self._kept = keep(self._port, self._text, bases)
-
-    def remove(self) -> None:
-        """Stop rewriting the file, and remove it."""
-        self._is_removed.set()
-        self._thread.join()
-        if self._kept is not None:
-            self._kept.remove()
+    thread = threading.Thread(target=renew, name="secret", daemon=True)
+    thread.start()
+    try:
+        yield file is not None
+    finally:
+        is_over.set()
+        thread.join()
+        if file is not None:
+            file.remove()
 
 
 def _remove_left(parent: int) -> None:

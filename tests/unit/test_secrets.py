@@ -373,13 +373,12 @@ def test_a_kept_secret_outlives_its_folder_until_removed(tmp_path: Path) -> None
             assert time.monotonic() < until, f"the secret {secret!r} was not found in time"
             time.sleep(0.01)
 
-    kept = job_secret.RenewedSecret(1, text, bases, renewal_s=0.01)
-    assert list(session.glob("*/secret-1"))
-    session.rename(tmp_path / "logout")
-    wait_for(text)
-    assert list(common.glob("*/secret-1"))
-    session.mkdir()
-    kept.remove()
+    with job_secret.kept(1, text, bases, renewal_s=0.01) as is_kept:
+        assert is_kept and list(session.glob("*/secret-1"))
+        session.rename(tmp_path / "logout")
+        wait_for(text)
+        assert list(common.glob("*/secret-1"))
+        session.mkdir()
     assert job_secret.find("secret-1", bases()) is None
 
 

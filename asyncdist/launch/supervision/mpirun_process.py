@@ -180,11 +180,7 @@ class _Job:
                     self._end_without(hosts)
                 case ("ended", _):
                     break
-        closing = [threading.Thread(target=agent.close, args=(_AGENT_END_S,)) for agent in self._agents]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        remote_hosts.close_all(self._agents, _AGENT_END_S)
         self._copier.join(_LAST_WORDS_S)  # ssh to an unplugged host may keep the pipe open
         os.close(self._reported)
         self._reader.join(_LAST_WORDS_S)  # guardians may keep the pipe open after mpirun was killed
