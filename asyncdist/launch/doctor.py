@@ -58,6 +58,12 @@ class Problem:
     what: str
     cure: str
 
+    @staticmethod
+    def of(text: str) -> Problem:
+        """Return the problem in a text ``"problem: cure"``."""
+        what, _, cure = text.partition(": ")
+        return Problem(what, cure)
+
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
@@ -143,8 +149,7 @@ def find_problems(facts: Facts) -> list[Problem]:
     if facts.versions.get("torch") is None:
         problems.append(Problem("torch is not installed", "pip install torch, the build for this machine"))
     elif (problem := validation.torch_problem(facts.versions["torch"] or "")) is not None:
-        what, _, cure = problem.partition(": ")
-        problems.append(Problem(what, cure))
+        problems.append(Problem.of(problem))
     elif "gloo" not in facts.backends:
         problems.append(Problem("this torch was built without gloo", "install another build of torch"))
     problems += _mpi_problems(facts)
@@ -157,10 +162,7 @@ def find_problems(facts: Facts) -> list[Problem]:
         problems.append(Problem(facts.place_error, f"start with {launcher}, or correct the variables"))
     if facts.gpu_error is not None:
         problems.append(Problem(facts.gpu_error, "install a build of torch that fits the driver, see pytorch.org"))
-    for note in facts.notes:
-        what, _, cure = note.partition(": ")
-        problems.append(Problem(what, cure))
-    return problems
+    return problems + [Problem.of(note) for note in facts.notes]
 
 
 def _mpi_problems(facts: Facts) -> list[Problem]:
@@ -368,15 +370,22 @@ def gather(environ: Mapping[str, str]) -> Facts:
         detection_error = str(error)
     installation = mpirun.find_installation(environ)
     backends, torch_version = _ask_torch()
+    unringable = None
+    if torch_version is not None:
+        from asyncdist.transports import doorbell
+
+        unringable = doorbell.obstacle()
     gpus, gpu_error = _find_gpus() if backends else ([], None)
     hints = (
         mpi_launchers.oversubscription_hint(environ),
         rank_program.find_shadowing(),
         missing_bytecode(importlib.util.find_spec("torch")),
     )
-    local_size = None
+    local_size, restarts = None, False
     with contextlib.suppress(ValueError):  # ``detection_error`` already reports the error
         local_size = detection.local_size(environ)
+    with contextlib.suppress(ValueError):  # ``place_error`` reports the error
+        restarts = started.transport == "torch" and job_rendezvous.torch_rendezvous(environ).admits_restarted
     return Facts(
         started=started,
         detection_error=detection_error,
@@ -389,13 +398,13 @@ def gather(environ: Mapping[str, str]) -> Facts:
         },
         compiled=compiled.describe(),
         unwritable=cross_memory_attach.obstacle(),
-        unringable=None if torch_version is None else _find_obstacle_to_ringing(),
+        unringable=unringable,
         installation=installation,
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=find_mpirun(environ),
         mpi=_start_mpi(started, installation, environ),
         survives=started.transport == "mpi" and mpi_launchers.survives_rank_loss(environ),
-        restarts=started.transport == "torch" and _restarts_ranks(environ),
+        restarts=restarts,
         is_srun=slurm.is_sruns(started.source, environ),
         has_home=bool(environ.get("HOME")),
         host_cores=os.cpu_count() or 1,
@@ -405,17 +414,11 @@ def gather(environ: Mapping[str, str]) -> Facts:
         backends=backends,
         gpus=gpus,
         gpu_error=None if gpus else gpu_error or _explain_no_gpu(),
-        place_error=_check_place(started.transport, environ) if backends else None,
-        secret_error=_check_secret(environ),
+        place_error=_error_of(lambda: RENDEZVOUS.get(started.transport, dict)(environ)) if backends else None,
+        secret_error=_error_of(lambda: job_rendezvous.given_secret(environ)),
         notes=[hint for hint in hints if hint is not None],
         starter=_find_starter(installation) if started.transport == "mpi" else None,
     )
-
-
-def _find_obstacle_to_ringing() -> str | None:
-    from asyncdist.transports import doorbell
-
-    return doorbell.obstacle()
 
 
 def find_mpirun(environ: Mapping[str, str]) -> tuple[str, environment.Flavour | None] | None:
@@ -433,13 +436,6 @@ def _find_starter(installation: mpirun.Installation) -> str | None:
             if _LAUNCHERS.fullmatch(os.path.basename(program)):
                 return None if os.path.dirname(program) in folders else program
     return None
-
-
-def _restarts_ranks(environ: Mapping[str, str]) -> bool:
-    try:
-        return job_rendezvous.torch_rendezvous(environ).admits_restarted
-    except ValueError:  # ``_check_place`` reports the error
-        return False
 
 
 def _version(package: str) -> str | None:
@@ -550,7 +546,7 @@ def _start_mpi_here(started: Launch) -> Mpi:
     mpi_launchers.check_library(started, library)  # a wrong library's MPI_Init would end this process
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     name = library.split(",")[0].splitlines()[0]
-    mpi_launchers.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
+    mpi_launchers.check_world_size(started, MPI.COMM_WORLD.size, name)
     levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
     return Mpi(level=levels.index(MPI.Query_thread()))
 
@@ -567,17 +563,10 @@ def _explain_no_gpu() -> str | None:
     return f"nvidia-smi lists {plural(count, 'GPU')}, but this torch sees no GPU" if count else None
 
 
-def _check_place(transport: str, environ: Mapping[str, str]) -> str | None:
+def _error_of(read: Callable[[], object]) -> str | None:
+    """Return the error that ``read`` raises for invalid variables, or None."""
     try:
-        RENDEZVOUS.get(transport, dict)(environ)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _check_secret(environ: Mapping[str, str]) -> str | None:
-    try:
-        job_rendezvous.given_secret(environ)
+        read()
     except ValueError as error:
         return str(error)
     return None

@@ -22,7 +22,7 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
   exits while it is in the world, the outer guardian ends by SIGKILL, the only end that mpirun reports to other ranks.
 - Under ``asyncdist run`` on MPI, the outer guardian reports three events to the launcher: it guards the rank, the rank
   has joined the world, and, earlier than mpirun, the rank has ended. On other hosts, the launcher's agent forwards the
-  reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
+  reports (:mod:`asyncdist.launch.hosts.host_agent`).
 
 The program reads environment variables itself and imports few modules, so that it delays the start of a rank by only
 20 ms.
@@ -108,7 +108,12 @@ def reports_path(token: str) -> str:
     The path contains only the token's first part, because another user could create the folders that the other parts
     name.
     """
-    return f"{REPORTS_FOLDER}{token[:_NAME_LENGTH]}-{os.uname().nodename}/fifo"
+    return f"{REPORTS_FOLDER}{reports_name(token)}/fifo"
+
+
+def reports_name(token: str) -> str:
+    """Return the name, after ``REPORTS_FOLDER``, of the folder of this host's FIFO."""
+    return f"{token[:_NAME_LENGTH]}-{os.uname().nodename}"
 
 
 def die_with_parent(parent: int) -> None:

@@ -23,7 +23,7 @@ from asyncdist import environment, local_host
 from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, place_claims
 from asyncdist.launchers import addresses, child_environment
-from asyncdist.trust import secret_files
+from asyncdist.trust import job_secret
 
 #: Timeout in seconds for connecting to the job's address.
 _LISTENER_S: Final = 5.0
@@ -117,7 +117,7 @@ def build_environments(
 
 def _kept_secret(address: str, port: int) -> str:
     """Return the job's secret, which a launcher on this host has stored. Raise LaunchError if it is missing."""
-    secret = secret_files.find(secret_files.name_of(port), environment.secret_directories())
+    secret = job_secret.find(job_secret.name_of(port), environment.secret_directories())
     if secret is None:
         raise local_host.LaunchError(
             f"--join {address}: this host has no secret of a job at that port, and joining a job needs its secret. The "

@@ -20,7 +20,7 @@ from asyncdist.launchers import launcher_signals
 from asyncdist.live import last_counters, top
 from asyncdist.story import sockets
 from asyncdist.story.finding import job_of_process
-from asyncdist.trust.temporary_folders import TemporaryFolder
+from asyncdist.trust.private_folders import TemporaryFolder
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,11 +4,8 @@
   the launcher has a terminal, rank 0 is in the launcher's group, so that it may read from the terminal.
 - Processes that a rank has started (such as a data loader's workers) end with the rank, on Linux even in their own
   sessions (:mod:`asyncdist.launch.guardians`).
-- The first rank to fail decides the exit code, as with mpirun, unless the code is 1, with which Python ends after any
-  exception. Ranks that stop because a different rank fails often end with 1 before that rank ends. A rank that fails in
-  another way within ``SETTLE_S`` is therefore the cause.
-- The other ranks get SIGTERM, and are killed after ``launcher_signals.STOP_S``. No process is left behind, on Linux
-  even if the launcher itself is killed.
+- :mod:`asyncdist.launch.supervision.supervisor` finds the rank that has failed, and stops the others. No process is
+  left behind, on Linux even if the launcher itself is killed.
 - If the connection to another host is lost, the ranks of that host are lost, and the other ranks continue.
 - With ``restarts``, a rank that was killed by a signal is restarted with the same variables, except for
   ASYNCDIST_INCARNATION, which counts the restarts. A rank that exits is not restarted, because it has returned or has
@@ -28,49 +25,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Final
 
 from asyncdist import environment, local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.launch import guardians, place_claims, store_server
-from asyncdist.launch.supervision import endings
-from asyncdist.launch.supervision.restarts import Restarts
-from asyncdist.launchers import addresses, child_environment, job_rendezvous, launcher_signals
-from asyncdist.trust import job_secret, secret_files
+from asyncdist.launch.supervision.supervisor import Event, Supervisor, signals_as_events
+from asyncdist.launchers import addresses, child_environment, job_rendezvous
+from asyncdist.trust import job_secret
 from asyncdist.validation import printable
-from asyncdist.wording import ranks_in_words
 
-#: Seconds between a rank's exit with code 1 and the signal that stops the other ranks.
-SETTLE_S: Final = 2.0
 #: Seconds for which the store runs after all ranks have ended, so that it can notify ranks of other launchers.
 OVER_S: Final = 0.5
-
-#: Kind of an event, and a signal number or rank. A "key" is a signal that has also reached the terminal's foreground.
-#: "store" means that the process that serves the store has ended with this return code.
-Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late", "store"], int]
-
-
-class Process(Protocol):
-    """The process of a rank, on this host or another host, with a ``returncode`` as in :mod:`subprocess`.
-
-    Attributes:
-        is_lost: Whether the connection to the rank's host has ended. The other ranks then continue without the rank.
-    """
-
-    returncode: int | None
-    is_lost: bool
-
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal to the process if it is running."""
-
-    def end(self) -> None:
-        """Kill the rank and all processes that it has started."""
-
-
-P = TypeVar("P", bound=Process)
 
 
 class RankProcess(subprocess.Popen[bytes]):
@@ -147,7 +115,6 @@ def run_ranks(
     command = rank_program.rank_command(script, arguments)
     # Only a SimpleQueue allows a signal handler to put items while this thread waits in get.
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    processes: dict[int, RankProcess] = {}
     first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
 
     def start_rank(rank: int, variables: Mapping[str, str]) -> RankProcess:
@@ -159,22 +126,25 @@ def run_ranks(
         signals_as_events(events),
         store or contextlib.nullcontext() as server,
     ):
+        supervisor = Supervisor(
+            events,
+            start_rank,
+            environments,
+            restarts=restarts,
+            store=server,
+            is_open=is_open,
+            have_joined=have_joined,
+            at_terminal=(0,) if os.isatty(0) and not have_joined else (),
+        )
         try:
-            for rank, variables in environments.items():
-                processes[rank] = start_rank(rank, variables)
-            restarter = Restarts(start_rank, environments, restarts, server, is_open=is_open, have_joined=have_joined)
-            if server is not None and not have_joined:
-                awaiting = threading.Thread(target=lambda: events.put(("store", server.wait())), daemon=True)
-                awaiting.start()
-            at_terminal = (0,) if os.isatty(0) and not have_joined else ()
-            code = supervise(processes, events, restarter, at_terminal)
+            code = supervisor.run()
             if code == 0:
                 local_host.report_lone_ranks(shared, len(environments))
             return code
         finally:
-            for process in processes.values():
+            for process in supervisor.processes.values():
                 process.end()
-            for process in processes.values():
+            for process in supervisor.processes.values():
                 process.wait()
 
 
@@ -185,42 +155,33 @@ def _store(
     """Run the process that serves the store, at the address in the ranks' variables.
 
     With ``places``, write the secret to a file and the free places to the store, for ``asyncdist run --join``.
+
+    Raises:
+        LaunchError: The file cannot be written, and the user has not given a secret with which other ranks could join.
     """
     address, port = variables["MASTER_ADDR"], variables["MASTER_PORT"]
     command = [sys.executable, store_server.PROGRAM, address, port, *["open"] * is_open]
     with contextlib.ExitStack() as stack:
         if places is not None:
-            stack.enter_context(_kept_secret(int(port), variables[environment.SECRET_VARIABLE], is_given=is_open))
+            directories, secret = environment.secret_directories, variables[environment.SECRET_VARIABLE]
+            if not stack.enter_context(job_secret.kept(int(port), secret, directories)) and not is_open:
+                why = job_secret.why_not_stored(directories())
+                raise local_host.LaunchError(f"--places: the secret with which ranks join cannot be stored: {why}")
         server = _popen(command, variables, "the store", stdin=subprocess.PIPE)
         try:
             if places is not None:
                 _announce_places(server, variables, ranks, places, program, is_open=is_open)
             yield server
         finally:
-            if places is not None:
-                _announce_end(server)
+            if places is not None:  # give other launchers' ranks time to notice that the store is about to close
+                store_server.send_line(server, f"asyncdist/{place_claims.OVER} ")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(OVER_S)
             server.end()
             server.wait()
             assert server.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # raised if a line could not be sent
                 server.stdin.close()
-
-
-@contextlib.contextmanager
-def _kept_secret(port: int, secret: str, *, is_given: bool) -> Iterator[None]:
-    """Write the job's secret to a file, in which ``asyncdist run --join`` finds it, and remove the file at the end.
-
-    Raises:
-        LaunchError: The file cannot be written, and the user has not given a secret with which other ranks could join.
-    """
-    kept = secret_files.RenewedSecret(port, secret, environment.secret_directories)
-    try:
-        if not kept.is_kept and not is_given:
-            why = secret_files.why_not_stored(environment.secret_directories())
-            raise local_host.LaunchError(f"--places: the secret with which ranks join cannot be stored: {why}")
-        yield
-    finally:
-        kept.remove()
 
 
 def given_secret(environ: Mapping[str, str]) -> str | None:
@@ -253,13 +214,6 @@ def _announce_places(
     )
 
 
-def _announce_end(server: RankProcess) -> None:
-    """Notify other launchers' ranks that the store is about to close, and give them ``OVER_S`` seconds."""
-    store_server.send_line(server, f"asyncdist/{place_claims.OVER} ")
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(OVER_S)
-
-
 def build_environments(
     environ: Mapping[str, str],
     *,
@@ -273,8 +227,8 @@ def build_environments(
 ) -> list[dict[str, str]]:
     """Return the environment of each rank. If ``is_open``, ranks on other hosts may join the job."""
     shared = child_environment.for_ranks(environ, ranks=ranks, threads=threads, cores=cores)
-    newcomers = newcomer_variables(0, 0 if places is None else places - ranks)
-    own = newcomers if restarts or places is not None else {}
+    is_joinable = restarts or places is not None
+    own = newcomer_variables(0, (places or ranks) - ranks) if is_joinable else {}
     port, run_id = addresses.find_free_port(), local_host.new_run_id()
     shared |= {
         environment.SECRET_VARIABLE: secret,
@@ -337,148 +291,6 @@ def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, s
         raise local_host.LaunchError(f"{what} cannot be started: {error}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Put the signals that arrive during the ``with`` block into the queue ``events``."""
-    with launcher_signals.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
-        yield
-
-
-def supervise(
-    processes: dict[int, P], events: queue.SimpleQueue[Event], restarts: Restarts[P], at_terminal: Collection[int] = ()
-) -> int:
-    """Wait for all ranks, and return the job's exit code. If a rank fails or a signal ends the job, stop the others.
-
-    The terminal itself sends the signals of its keys (Ctrl-C) to the ranks ``at_terminal``.
-    """
-    return _Supervision(processes, events, restarts, at_terminal).run()
-
-
-class _Supervision(Generic[P]):
-    """Waits for ranks, restarts or stops them, and finds the job's exit code, for :func:`supervise`.
-
-    An ending signal kills ranks that have joined another launcher's world. If they could stop on their own, they would
-    report a failure, which would end that world.
-    """
-
-    def __init__(
-        self,
-        processes: dict[int, P],
-        events: queue.SimpleQueue[Event],
-        restarts: Restarts[P],
-        at_terminal: Collection[int],
-    ) -> None:
-        self._processes = processes
-        self._events = events
-        self._restarts = restarts
-        self._at_terminal = at_terminal
-        self._living = set(processes)
-        self._victims: list[int] = []  # ranks that ended with 1 and may be the cause
-        self._passed_on: set[int] = set()
-        self._code = self._lost_code = 0
-        self._deadline: float | None = None
-
-    def run(self) -> int:
-        while self._living:
-            match _next_event(self._events, self._deadline):
-                case ("late", _):
-                    self._end_late()
-                case ("ended", rank):
-                    self._note_end(rank)
-                case ("store", returncode):
-                    if not self._code:
-                        self._restarts.do_without_store(returncode)
-                case (origin, number):
-                    self._handle_signal(number, is_key=origin == "key")
-        return self._code or (_explain(self._victims, 1, others=False) if self._victims else self._lost_code)
-
-    def _end_late(self) -> None:
-        if self._code:  # the signal that should stop the ranks has not ended them in time
-            self._deadline = None
-            for rank in self._living:
-                self._processes[rank].end()
-        else:  # no rank failed in another way, so the rank that ended with 1 is the cause
-            self._stop_after(_explain(self._victims, 1, others=True))
-
-    def _handle_signal(self, number: int, *, is_key: bool) -> None:
-        if number not in launcher_signals.ENDING_SIGNALS:
-            self._passed_on.add(number)
-            self._send(number, is_key=is_key)
-            launcher_signals.stop_with_ranks(number)
-            return
-        if not self._code:
-            if self._victims:  # report the failure before the ranks are stopped
-                _explain(self._victims, 1, others=True)
-            self._code, self._deadline = 128 + number, None
-        self._deadline = self._deadline or time.monotonic() + launcher_signals.STOP_S
-        if self._restarts.have_joined:
-            for rank in self._living:
-                self._processes[rank].end()
-        else:
-            self._send(number, is_key=is_key)
-
-    def _note_end(self, rank: int) -> None:
-        self._living.discard(rank)
-        self._processes[rank].end()  # end the rank's remaining child processes
-        returncode = self._processes[rank].returncode
-        assert returncode is not None, "it has ended"
-        self._restarts.note_exit(rank, returncode)
-        newcomer = self._restarts.newcomer(rank)
-        if self._code or not returncode:
-            return
-        if self._processes[rank].is_lost:  # this was reported when the connection ended
-            self._lost_code = self._lost_code or returncode
-        elif returncode > 0 and newcomer:  # the ranks of the joined job decide whether the job fails
-            self._lost_code = self._lost_code or returncode
-            local_host.print_launcher_line(f"rank {rank}, {newcomer}, {endings.describe_end(returncode)}")
-        elif (
-            self._restarts.can_lose_ranks
-            and returncode < 0
-            and not self._victims
-            and -returncode not in self._passed_on
-        ):
-            self._replace(rank, returncode)
-        elif returncode == 1:
-            self._victims.append(rank)
-            self._deadline = self._deadline or time.monotonic() + SETTLE_S
-        else:
-            others, was_passed_on = bool(self._living), -returncode in self._passed_on
-            self._stop_after(_explain([rank], returncode, others=others, was_passed_on=was_passed_on))
-
-    def _replace(self, rank: int, returncode: int) -> None:
-        started = self._restarts.start(rank, returncode, len(self._living))
-        if started is not None:
-            self._processes[rank] = started
-            self._living.add(rank)
-        elif not self._restarts.survives_loss(len(self._living)):
-            self._lost_code = self._lost_code or 128 - returncode
-
-    def _stop_after(self, code: int) -> None:
-        self._code, self._deadline = code, time.monotonic() + launcher_signals.STOP_S
-        self._send(signal.SIGTERM)
-
-    def _send(self, number: int, *, is_key: bool = False) -> None:
-        """Send a signal to the running ranks, except to those that have received it from the terminal."""
-        for rank in self._living:
-            if not (is_key and rank in self._at_terminal):
-                self._processes[rank].send_signal(number)
-
-
-def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Event:
-    try:
-        return events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-    except queue.Empty:
-        return ("late", 0)
-
-
-def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_on: bool = False) -> int:
-    stopping = "; stopping the others" if others else ""
-    local_host.print_launcher_line(
-        f"{ranks_in_words(ranks)} {endings.describe_end(returncode, was_passed_on=was_passed_on)}{stopping}"
-    )
-    return endings.exit_code(returncode)
 
 
 def rank_variables(

@@ -132,7 +132,7 @@ def main(host: str, port: int, count: int, version: str) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from asyncdist.launchers import job_rendezvous
-    from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+    from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
     from asyncdist.trust.job_secret import JobSecret
 
     is_store = False

@@ -20,7 +20,7 @@ from asyncdist import environment, validation
 from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.functional.parallel_groups import ParallelGroups, ParallelLayout, current_groups
 from asyncdist.launchers import addresses
-from asyncdist.transports.torch_distributed.meeting import serving
+from asyncdist.transports.torch_distributed.meeting import stores
 from asyncdist.transports.torch_distributed.meeting.rendezvous import await_listener
 
 #: Backends that torch has registered but that cannot communicate.
@@ -182,7 +182,7 @@ def _join_store(
         if rank != 0 and address is not None and port is not None:
             await_listener(address, port, deadline)
         left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
-        store = serving.answered(lambda: _meet(init_method, place, rank, world_size, left), left.total_seconds())
+        store = stores.answered(lambda: _meet(init_method, place, rank, world_size, left), left.total_seconds())
     except (OSError, RuntimeError) as error:
         first = str(error).partition("\n")[0]
         where = init_method if address is None else f"{address}:{port}"

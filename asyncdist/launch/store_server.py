@@ -32,12 +32,12 @@ def send_line(process: subprocess.Popen[bytes], line: str) -> None:
 def main(address: str, port: int, *, is_open: bool) -> None:
     """Serve the store until standard input is closed."""
     from asyncdist.launchers import job_rendezvous
-    from asyncdist.transports.torch_distributed.meeting import serving
-    from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+    from asyncdist.transports.torch_distributed.meeting import stores
+    from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
     from asyncdist.trust.job_secret import JobSecret
 
     secret = JobSecret((job_rendezvous.given_secret() or "").encode()).at_port(port)
-    process_lines(SealedStore(serving.serve(address, port, is_open=is_open), secret), sys.stdin)
+    process_lines(SealedStore(stores.serve(address, port, is_open=is_open), secret), sys.stdin)
 
 
 def process_lines(store: Any, lines: Iterable[str]) -> None:

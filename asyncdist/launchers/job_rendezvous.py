@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from asyncdist import environment
 from asyncdist.launchers import addresses, child_environment, detection, slurm
 from asyncdist.launchers.variables import TORCH_NAMES, TorchRendezvous, Variables
-from asyncdist.trust import job_secret, secret_files
+from asyncdist.trust import job_secret
 from asyncdist.trust.job_secret import JobSecret
 
 
@@ -66,7 +66,7 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
     if known.get(environment.SECRET_VARIABLE):
         return job_secret.check(known[environment.SECRET_VARIABLE], environment.SECRET_VARIABLE)
     path = known.get(environment.SECRET_FILE_VARIABLE)
-    return secret_files.read(path) if path else None
+    return job_secret.read(path) if path else None
 
 
 def secret_of_job(address: str, port: int, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
@@ -77,5 +77,5 @@ def secret_of_job(address: str, port: int, size: int, environ: Mapping[str, str]
     text = given_secret(None if environ is os.environ else environ)
     is_on_one_host = addresses.is_loopback(address) or detection.local_size(environ) == size
     if text is None and is_on_one_host and size > 1:
-        text = secret_files.shared(environment.secret_directories(environ))
+        text = job_secret.shared(environment.secret_directories(environ))
     return JobSecret((text or "").encode()).at_port(port)

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Final
 
+from asyncdist import environment
 from asyncdist.launchers.variables import Variables, number
 
 #: Variable with the number of tasks in a step.
@@ -116,8 +117,11 @@ def local_size(environ: Mapping[str, str]) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
-def list_plugins(srun: str) -> list[str]:
-    """Return the MPI plugins listed by ``srun --mpi=list``; [] if the program ``srun`` fails or does not respond."""
+def list_plugins() -> list[str]:
+    """Return the MPI plugins listed by ``srun --mpi=list``; [] if there is no srun, or it fails or does not respond."""
+    srun = environment.find_program("srun")
+    if srun is None:
+        return []
     try:
         ended = subprocess.run(
             [srun, "--mpi=list"], capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False

@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import numpy
 import torch
@@ -50,7 +50,8 @@ class Recording:
         self._leave_loop: Callable[[], None] = lambda: None
         if options is not None:
             self._writer = RecordWriter(options, event_clock_of(loop), transport.rank)
-            self.transport = RecordedTransport(transport, functools.partial(self._note_message, self._writer))
+            note = functools.partial(self._note_message, self._writer)
+            self.transport = cast("Transport", RecordedTransport(transport, note))
             self._recorded = RecordedEngine(self.transport, loop, self._writer)
         self.engine: Engine = self._recorded or Engine(transport, loop)
 

@@ -174,6 +174,7 @@ class Transport(abc.ABC):
     launch_nonce: int | None = None
     trusts_network: bool = False
     doorbell: Doorbell | None = None
+    _listen: Callable[[int], None] = staticmethod(lambda _: None)  # the function to call for each lost rank
 
     @abc.abstractmethod
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
@@ -271,7 +272,9 @@ class Transport(abc.ABC):
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
         """Call ``listen(rank)`` once for each lost rank, immediately for ranks that are already lost."""
-        del listen
+        self._listen = listen
+        for rank in sorted(self.lost_ranks()):
+            listen(rank)
 
     def on_finalize(self, leave: Callable[[], None]) -> None:  # noqa: B027 only user code that ends MPI needs this
         """Call ``leave`` when the user's program is about to finalize the backend."""

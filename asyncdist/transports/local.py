@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Buffer, Capabilities, Request, as_bytes
-from asyncdist.transports.matching import CallbackQueue, LocalMessage, MatchedTransport, Matcher, Message, Send
+from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Matcher, Send
 from asyncdist.wording import plural
 
 
@@ -20,7 +20,7 @@ class LocalHub:
     def __init__(self, size: int) -> None:
         self.size = size
         self.matchers = [Matcher(CallbackQueue(), rings_when_posted=True) for _ in range(size)]
-        self._loss_listeners: dict[int, Callable[[int], None]] = {}
+        self.loss_listeners: dict[int, Callable[[int], None]] = {}
         self._lost: set[int] = set()
 
     def transport(self, rank: int) -> LocalTransport:
@@ -32,9 +32,12 @@ class LocalHub:
         self._lost.add(rank)
         error = RankLostError(f"rank {rank} is gone", rank=rank)
         for dest, matcher in enumerate(self.matchers):
-            _fail_sends(matcher.fail(error) if dest == rank else matcher.lose(rank, error), error)
+            if dest == rank:
+                matcher.fail(error)
+            else:
+                matcher.lose(rank, error)
             matcher.callbacks.ring()
-        for observer, listen in list(self._loss_listeners.items()):
+        for observer, listen in list(self.loss_listeners.items()):
             if observer != rank:
                 listen(rank)
 
@@ -50,24 +53,14 @@ class LocalHub:
         if dest in self._lost or source in self._lost:
             send.error = RankLostError(f"rank {dest} is gone", rank=dest)
             return send
-        matcher = self.matchers[dest]
-        message = LocalMessage(self.matchers[source].callbacks, send, source, tag, view)
-        if not matcher.deliver(message):
-            message.copy_if_small()
-        matcher.callbacks.ring()
+        self.matchers[dest].send(send, source, tag, view)
         return send
-
-    def set_loss_listener(self, rank: int, listen: Callable[[int], None]) -> None:
-        """Call ``listen`` on ``rank`` for each lost rank, immediately for ranks that are already lost."""
-        self._loss_listeners[rank] = listen
-        for lost in sorted(self._lost):
-            listen(lost)
 
     def forget(self, rank: int) -> None:
         """Remove the receives and listeners of ``rank``, which has closed its transport."""
         self.matchers[rank].callbacks.set_bell(lambda: None)
         self.matchers[rank].clear()
-        self._loss_listeners.pop(rank, None)
+        self.loss_listeners.pop(rank, None)
 
 
 class LocalTransport(MatchedTransport):
@@ -103,13 +96,8 @@ class LocalTransport(MatchedTransport):
         self._callbacks.set_bell(ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        self._hub.set_loss_listener(self.rank, listen)
+        self._hub.loss_listeners[self.rank] = listen
+        super().set_loss_listener(listen)
 
     def describe(self) -> str:
         return f"local: {plural(self.size, 'rank')} in this process"
-
-
-def _fail_sends(messages: list[Message], error: RankLostError) -> None:
-    for message in messages:
-        assert isinstance(message, LocalMessage)
-        message.send.error = error

@@ -100,6 +100,11 @@ class Send:
     def cancel(self) -> None:
         """Do nothing, because sends cannot be cancelled."""
 
+    def complete(self) -> None:
+        """Record that the buffer may be modified, and wake the loop."""
+        self.done = True
+        self._callbacks.ring()
+
 
 class Message(Protocol):
     """A message that has arrived or has been announced, but that no receive has accepted yet."""
@@ -113,10 +118,13 @@ class Message(Protocol):
         """Whether all bytes have left the sender's memory, so that the message survives the sender's loss."""
 
     def fill(self, receive: Receive) -> None:
-        """Write the bytes to ``receive.view``, which is large enough, and call ``receive.complete``, now or later."""
+        """Write the bytes to ``receive.view``, which is large enough, and set ``receive.done``, now or later."""
 
     def discard(self) -> None:
         """Drop the message. Its send completes as if the message had been received."""
+
+    def fail(self, error: RankLostError) -> None:
+        """Drop the message, because its sender or its receiver is lost. Its send fails if it is of this process."""
 
 
 class Receive:
@@ -165,64 +173,44 @@ class Receive:
         message.discard()
         self.error = TruncationError.of(message.nbytes, self.view.nbytes, message.source)
 
-    def complete(self) -> None:
-        """Record that the message is in the buffer."""
-        self.done = True
 
+class BufferedMessage:
+    """A message whose bytes are in this process: they have arrived, or are in the buffer of a ``send`` of this process.
 
-class InlineMessage:
-    """A message whose bytes have already arrived."""
+    They stay in the sender's buffer until the message is matched or copied.
+    """
 
-    __slots__ = ("_data", "nbytes", "source", "tag")
+    __slots__ = ("_send", "_view", "nbytes", "source", "tag")
 
-    has_left_sender: Final = True
-
-    def __init__(self, source: int, tag: int, data: memoryview) -> None:
-        self.source = source
-        self.tag = tag
-        self.nbytes = data.nbytes
-        self._data = data
-
-    def fill(self, receive: Receive) -> None:
-        receive.view[: self.nbytes] = self._data
-        receive.complete()
-
-    def discard(self) -> None:
-        """Do nothing, because the send has already completed."""
-
-
-class LocalMessage:
-    """A message from a rank of this process. Its bytes stay in the sender's buffer until it is matched or copied."""
-
-    __slots__ = ("_callbacks", "_view", "nbytes", "send", "source", "tag")
-
-    def __init__(self, callbacks: CallbackQueue, send: Send, source: int, tag: int, view: memoryview) -> None:
-        self._callbacks = callbacks
-        self.send = send
+    def __init__(self, source: int, tag: int, view: memoryview, send: Send | None = None) -> None:
         self.source = source
         self.tag = tag
         self.nbytes = view.nbytes
         self._view = view
+        self._send = send
 
     @property
     def has_left_sender(self) -> bool:
-        return self.send.done
+        return self._send is None or self._send.done
 
     def copy_if_small(self) -> None:
         """Copy a small message, which completes its send. Called if no receive matches yet."""
-        if self.nbytes <= EAGER_NBYTES:
+        if self._send is not None and self.nbytes <= EAGER_NBYTES:
             self._view = memoryview(bytes(self._view))
-            self.send.done = True
+            self._send.done = True
 
     def fill(self, receive: Receive) -> None:
         receive.view[: self.nbytes] = self._view
-        receive.complete()
+        receive.done = True
         self.discard()
 
     def discard(self) -> None:
-        if not self.send.done:
-            self.send.done = True
-            self._callbacks.ring()
+        if self._send is not None and not self._send.done:
+            self._send.complete()
+
+    def fail(self, error: RankLostError) -> None:
+        if self._send is not None:
+            self._send.error = error
 
 
 class Matcher:
@@ -272,19 +260,24 @@ class Matcher:
         self._unexpected.setdefault(message.tag, deque()).append(message)
         return False
 
-    def lose(self, rank: int, error: RankLostError) -> list[Message]:
-        """Fail receives that wait only for ``rank``. Return the rank's messages that have not arrived completely."""
+    def send(self, send: Send, source: int, tag: int, view: memoryview) -> None:
+        """Deliver a message that ``source``, a rank of this process, sends to this rank."""
+        message = BufferedMessage(source, tag, view, send)
+        if not self.deliver(message):
+            message.copy_if_small()
+        self.callbacks.ring()
+
+    def lose(self, rank: int, error: RankLostError) -> None:
+        """Fail receives that wait only for ``rank``, and the rank's messages that have not arrived completely."""
         self._gone[rank] = error
         for posted in self._posted.values():
             for receive in [receive for receive in posted if receive.wanted == rank]:
                 posted.remove(receive)
                 receive.error = error
-        dropped: list[Message] = []
         for waiting in self._unexpected.values():
             for message in [message for message in waiting if message.source == rank and not message.has_left_sender]:
                 waiting.remove(message)
-                dropped.append(message)
-        return dropped
+                message.fail(error)
 
     def admit(self, rank: int) -> None:
         """Accept messages of a new process of ``rank``, and drop the messages of the previous process."""
@@ -292,14 +285,14 @@ class Matcher:
         for tag, waiting in self._unexpected.items():
             self._unexpected[tag] = deque(message for message in waiting if message.source != rank)
 
-    def fail(self, error: RankLostError) -> list[Message]:
-        """Fail all receives, because this rank itself is lost. Return the dropped messages."""
+    def fail(self, error: RankLostError) -> None:
+        """Fail all receives and messages, because this rank itself is lost."""
         for receive in [receive for posted in self._posted.values() for receive in posted]:
             receive.error = error
-        dropped = [message for waiting in self._unexpected.values() for message in waiting]
+        for message in [message for waiting in self._unexpected.values() for message in waiting]:
+            message.fail(error)
         self.clear()
         self._unexpected.clear()
-        return dropped
 
     def clear(self) -> None:
         """Drop the posted receives."""
@@ -325,10 +318,7 @@ class MatchedTransport(Transport):
         if dest != self.rank:
             return self._start_send(view, dest, tag)
         send = Send(self._callbacks, view.nbytes)
-        message = LocalMessage(self._callbacks, send, self.rank, tag, view)
-        if not self._matcher.deliver(message):
-            message.copy_if_small()
-        self._callbacks.ring()
+        self._matcher.send(send, self.rank, tag, view)
         return send
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:

@@ -19,6 +19,7 @@ follows these rules:
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import socket
@@ -36,14 +37,14 @@ from asyncdist.transports.base import (
     Capabilities,
     GroupHandle,
     PersistentReceive,
+    ReduceOp,
     Request,
     Transport,
 )
 from asyncdist.transports.doorbell import ADDRESS_NBYTES, HOST_NBYTES, PeerBell, connect_doorbells
-from asyncdist.transports.mpi_groups import MpiGroup
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
-from asyncdist.transports.torch_distributed.keepalive import open_descriptors, probe_all
+from asyncdist.transports.torch_distributed.sockets import open_descriptors, probe_all
 from asyncdist.trust import mpi_folders
 from asyncdist.wording import plural
 
@@ -110,14 +111,15 @@ def _collective_error(error: Any, who: str, when: str) -> TransportError:
 
 
 @contextlib.contextmanager
-def _explaining_errors(mpi: Any, awaited: str) -> Iterator[None]:
-    """Raise TransportError if a collective MPI call of all ranks fails in the body of ``with``."""
+def _explaining_errors(mpi: Any) -> Iterator[None]:
+    """Raise TransportError if the collective MPI calls that open a world fail in the body of ``with``."""
     try:
         yield
     except mpi.Exception as error:
         world = mpi.COMM_WORLD
         who = f"rank {world.rank} on {socket.gethostname()}"
-        raise _collective_error(error, who, f"while it waited for all {world.size} ranks {awaited}") from error
+        when = f"while it waited for all {world.size} ranks to open their worlds"
+        raise _collective_error(error, who, when) from error
 
 
 def _abort_alone() -> None:
@@ -179,7 +181,7 @@ class MpiMessages(Transport):
             self._mpi = mpi = _load_mpi(check_library, finalizes=finalizes)
             self.rank, self.size = int(mpi.COMM_WORLD.rank), int(mpi.COMM_WORLD.size)
             self._check_world()
-            with _explaining_errors(mpi, "to open their worlds"), _warns_of_absent_ranks(mpi.COMM_WORLD):
+            with _explaining_errors(mpi), _warns_of_absent_ranks(mpi.COMM_WORLD):
                 self._comm = mpi.COMM_WORLD.Dup()
                 self._end_comm = self._comm.Dup()
                 self._bells = self._connect_doorbells()
@@ -211,9 +213,6 @@ class MpiMessages(Transport):
         return bells
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        return self._sent(buffer, dest, tag)
-
-    def _sent(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return SendRequest(self._comm.Isend(buffer, dest, tag), buffer, self._fail, dest, self._bells[dest])
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
@@ -323,8 +322,8 @@ class MpiTransport(MpiMessages):
             shares_memory=True,
             written_share=WRITTEN_SHARE,
         )
-        self._world_group = self._group(self._comm, range(self.size))
-        self._end_group = self._group(self._end_comm, range(self.size))
+        self._world_group = MpiGroup(self._mpi, self._comm, range(self.size))
+        self._end_group = MpiGroup(self._mpi, self._end_comm, range(self.size))
 
     @property
     def world_group(self) -> GroupHandle:
@@ -339,19 +338,84 @@ class MpiTransport(MpiMessages):
         comm = self._comm.Create_group(group, tag)
         group.Free()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-        return self._group(comm, ranks)
-
-    def _group(self, comm: Any, ranks: Sequence[int]) -> MpiGroup:
-        return MpiGroup(self._mpi, comm, ranks, self._fail_collective)
+        return MpiGroup(self._mpi, comm, ranks)
 
     def lost_ranks(self) -> frozenset[int]:
         return frozenset()
 
-    def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
+
+class _CollectiveRequest:
+    """Request of a collective, which has several buffers and no peer."""
+
+    __slots__ = ("_buffers", "_fail", "_request")
+
+    cancelled: Final = False
+    source: Final = ANY_SOURCE
+    nbytes: Final = 0
+
+    def __init__(self, request: Any, buffers: Any, fail: Callable[[Exception], NoReturn]) -> None:
+        self._request = request
+        self._buffers = buffers  # MPI uses the buffers until the request has completed.
+        self._fail = fail
+
+    def test(self) -> bool:
+        try:
+            return bool(self._request.Test())
+        except Exception as error:
+            self._fail(error)
+
+    def cancel(self) -> None:
+        """Do nothing, because collectives cannot be cancelled (MPI-4.1 section 6.12)."""
+
+
+class MpiGroup:
+    """Starts nonblocking collectives on one MPI communicator (MPI-4.1 section 6.12)."""
+
+    def __init__(self, mpi: Any, comm: Any, ranks: Sequence[int]) -> None:
+        self._mpi = mpi
+        self.comm = comm
+        self._ranks = ranks
+        self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "prod": mpi.PROD}
+
+    def barrier(self) -> Request:
+        return self._start(self.comm.Ibarrier)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Request:
+        return self._start(self.comm.Ibcast, buffer, root)
+
+    def gather(self, send: Buffer, receive: Buffer | None, root: int) -> Request:
+        return self._start(self.comm.Igather, send, receive, root)
+
+    def all_gather(self, send: Buffer, receive: Buffer) -> Request:
+        return self._start(self.comm.Iallgather, send, receive)
+
+    def all_reduce(self, buffer: Buffer, op: ReduceOp, receive: Buffer | None = None) -> Request:
+        if receive is None:
+            return self._start(self.comm.Iallreduce, self._mpi.IN_PLACE, buffer, self._ops[op])
+        return self._start(self.comm.Iallreduce, buffer, receive, self._ops[op])
+
+    def all_to_all(
+        self, send: Buffer, send_counts: Sequence[int], receive: Buffer, receive_counts: Sequence[int]
+    ) -> Request:
+        byte = self._mpi.BYTE
+        return self._start(self.comm.Ialltoallv, [send, list(send_counts), byte], [receive, list(receive_counts), byte])
+
+    def free(self) -> None:
+        self.comm.Free()
+
+    def _start(self, collective: Callable[..., Any], *args: Any) -> Request:
+        fail = functools.partial(self._fail, collective.__name__)
+        try:
+            request = collective(*args)
+        except Exception as error:
+            fail(error)
+        return _CollectiveRequest(request, args, fail)
+
+    def _fail(self, what: str, error: Exception) -> NoReturn:
         """Raise an error for a failed collective. The members may have called different collectives."""
         if not isinstance(error, self._mpi.Exception):
             raise error
-        said = error.Get_error_string()
         raise TransportError(
-            f"MPI failed in {what}: {said}. All members must call the same collective with equal sizes"
-        ) from cast(Exception, error)
+            f"MPI failed in {what} of the group {list(self._ranks)}: {error.Get_error_string()}. All members must call "
+            "the same collective with equal sizes"
+        ) from error

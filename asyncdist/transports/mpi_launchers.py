@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from asyncdist import environment, rank_program
 from asyncdist.environment import Flavour
@@ -15,56 +15,27 @@ from asyncdist.launchers import slurm
 from asyncdist.launchers.variables import Launch
 
 
-def list_plugins() -> list[str]:
-    """Return the MPI plugins that Slurm offers, or an empty list if there is no srun or it does not answer."""
-    srun = environment.find_program("srun")
-    return [] if srun is None else slurm.list_plugins(srun)
-
-
 def check_world_size(
-    expected: int | None,
-    actual: int,
-    library: str,
-    *,
-    source: str = "",
-    environ: Mapping[str, str] = environment.VARIABLES,
-    list_plugins: Callable[[], Sequence[str]] = list_plugins,
+    started: Launch, actual: int, library: str, *, environ: Mapping[str, str] = environment.VARIABLES
 ) -> None:
     """Raise TransportError if the size of MPI's world differs from the number of ranks that the launcher started.
 
     A library that does not belong to the launcher often makes N worlds of one rank each.
-
-    Args:
-        expected: Number of ranks according to the launcher, or None if unknown, which disables the check.
-        source: Environment variable by which the launcher was detected.
-        list_plugins: Function that asks Slurm for its plugins, called only if needed.
     """
+    expected = started.expected_size
     if expected is None or expected == actual:
         return
-    if slurm.is_sruns(source, environ):
-        raise _wrong_plugin(
+    if slurm.is_sruns(started.source, environ):
+        why = (
             f"srun started {expected} ranks, but the MPI library sees a world of {actual}: {_title(library)} does not "
-            "understand the protocol by which srun connects the ranks",
-            expected,
-            actual,
-            library,
-            list_plugins,
+            "understand the protocol by which srun connects the ranks"
         )
-    raise _mismatch(
-        f"the launcher started {expected} ranks, but the MPI library sees a world of {actual}",
-        expected,
-        actual,
-        library,
-    )
+        raise _wrong_plugin(why, expected, actual, library)
+    why = f"the launcher started {expected} ranks, but the MPI library sees a world of {actual}"
+    raise _mismatch(why, expected, actual, library)
 
 
-def check_library(
-    started: Launch,
-    library: str,
-    *,
-    environ: Mapping[str, str] = environment.VARIABLES,
-    list_plugins: Callable[[], Sequence[str]] = list_plugins,
-) -> None:
+def check_library(started: Launch, library: str, *, environ: Mapping[str, str] = environment.VARIABLES) -> None:
     """Raise TransportError before MPI_Init if the MPI library would end the process there.
 
     This happens with MPICH under Open MPI's mpirun, and with MPICH built without PMIx under ``srun --mpi=pmix``. In the
@@ -72,21 +43,16 @@ def check_library(
 
     Args:
         library: Version string of the library. MPICH's includes its configure options.
-        list_plugins: Function that asks Slurm for its plugins, called only if needed.
     """
     size = started.expected_size
     if slurm.speaks_pmix(environ) and started.source == "PMIX_RANK" and _fails_with_pmix(library, size):
-        raise _wrong_plugin(
+        why = (
             f"srun started {f'{size} ranks, and connects them' if size else '1 rank, and connects it'} by PMIx "
-            f"(--mpi=pmix), but the MPI library ({_title(library)}) was built without PMIx",
-            size,
-            None,
-            library,
-            list_plugins,
+            f"(--mpi=pmix), but the MPI library ({_title(library)}) was built without PMIx"
         )
+        raise _wrong_plugin(why, size, None, library)
     if started.source == "OMPI_COMM_WORLD_SIZE" and library_flavour(library) == "mpich":
-        message = f"Open MPI's mpirun started {started.expected_size} ranks, but the MPI library is MPICH"
-        raise _mismatch(message, started.expected_size, None, library)
+        raise _mismatch(f"Open MPI's mpirun started {size} ranks, but the MPI library is MPICH", size, None, library)
 
 
 def survives_rank_loss(environ: Mapping[str, str] = environment.VARIABLES) -> bool:
@@ -133,14 +99,8 @@ def _fails_with_pmix(library: str, size: int | None) -> bool:
     return found is not None and "pmix" not in found[2] and (size is not None or int(found[1]) >= 5)
 
 
-def _wrong_plugin(
-    message: str,
-    expected: int | None,
-    actual: int | None,
-    library: str,
-    list_plugins: Callable[[], Sequence[str]],
-) -> TransportError:
-    offered = ", ".join(list_plugins())
+def _wrong_plugin(message: str, expected: int | None, actual: int | None, library: str) -> TransportError:
+    offered = ", ".join(slurm.list_plugins())
     offer = f"srun --mpi=list offers {offered}" if offered else "srun --mpi=list shows the plugins"
     size = expected or 1
     return TransportError(

@@ -67,7 +67,6 @@ class SurvivingMpiTransport(MpiMessages):
         self._losses = {self._mpi.ERR_PROC_FAILED, self._mpi.ERR_PROC_FAILED_PENDING}
         self._lost: set[int] = set()
         self._lost_ranks: frozenset[int] = frozenset()
-        self._listen: Callable[[int], None] = lambda _: None
 
     def _check_world(self) -> None:
         if not hasattr(self._mpi.Comm, "Ack_failed"):
@@ -83,7 +82,7 @@ class SurvivingMpiTransport(MpiMessages):
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         if dest in self._lost:  # MPI would complete a small send to a dead rank.
             return _FailedRequest(dest)
-        return self._sent(buffer, dest, tag)
+        return super().isend(buffer, dest, tag)
 
     def _send_request(self, buffer: Buffer, dest: int, tag: int) -> Any:
         return _FailedRequest(dest) if dest in self._lost else super()._send_request(buffer, dest, tag)
@@ -102,11 +101,6 @@ class SurvivingMpiTransport(MpiMessages):
 
     def lost_ranks(self) -> frozenset[int]:
         return self._lost_ranks
-
-    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        self._listen = listen
-        for rank in sorted(self._lost):
-            listen(rank)
 
     def note_handshake(self) -> None:
         """Let the guardian (supervising process) report this rank's exit, now that no rank uses MPI's collectives."""

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from asyncdist.transports.base import (
-    Buffer,
-    GroupHandle,
-    PersistentReceive,
-    Request,
-    Transport,
-    as_bytes,
-)
-from asyncdist.transports.persistent_send import PersistentSend
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from asyncdist.transports.base import Buffer, Request, Transport, as_bytes
 
 
-class RecordedTransport(Transport):
+class RecordedTransport:
     """Wraps a transport and reports its messages, except the backend's own collectives and one-sided reads.
+
+    All other calls and attributes are the wrapped transport's.
 
     ``on_message`` is called with ``"sent"`` or ``"received"``, the other rank, the tag and the size in bytes.
     """
@@ -28,15 +19,9 @@ class RecordedTransport(Transport):
     def __init__(self, inner: Transport, on_message: Callable[[str, int, int, int], None]) -> None:
         self._inner = inner
         self._on_message = on_message
-        self.name = inner.name
-        self.rank, self.size, self.incarnation = inner.rank, inner.size, inner.incarnation
-        self.may_return = inner.may_return
-        self.capabilities = inner.capabilities
-        self.collective_checker = inner.collective_checker
-        self.job_nonce, self.launch_nonce = inner.job_nonce, inner.launch_nonce
-        self.trusts_network = inner.trusts_network
-        self.hosts = inner.hosts
-        self.doorbell = inner.doorbell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         self._on_message("sent", dest, tag, as_bytes(buffer).nbytes)
@@ -48,80 +33,14 @@ class RecordedTransport(Transport):
         finally:  # If the test reports a loss, the loss is recorded before the message.
             self._on_message("sent", dest, tag, as_bytes(buffer).nbytes)
 
-    def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> None:
         """Return None, because the messages of a prepared send could not be reported."""
-        del nbytes, dest, tag
-        return None
 
-    def is_sending(self) -> bool:
-        return self._inner.is_sending()
-
-    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> _RecordedReceive:
         return _RecordedReceive(self._inner.irecv(buffer, source, tag), tag, self._on_message)
 
-    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        return _RecordedPersistentReceive(self._inner.persistent_receive(buffer, tag), tag, self._on_message)
-
-    def shared(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._inner.shared(make, *args, **kwargs)
-
-    @property
-    def hostname(self) -> str:
-        return self._inner.hostname
-
-    @property
-    def local_rank(self) -> int:
-        return self._inner.local_rank
-
-    @property
-    def world_group(self) -> GroupHandle | None:
-        return self._inner.world_group
-
-    @property
-    def end_group(self) -> GroupHandle | None:
-        return self._inner.end_group
-
-    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        return self._inner.new_group(ranks, tag)
-
-    def lost_ranks(self) -> frozenset[int]:
-        return self._inner.lost_ranks()
-
-    def missed_ranks(self) -> frozenset[int]:
-        return self._inner.missed_ranks()
-
-    def vacant_ranks(self) -> frozenset[int]:
-        return self._inner.vacant_ranks()
-
-    def abort(self, exit_code: int) -> None:
-        self._inner.abort(exit_code)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def close_failed(self) -> None:
-        self._inner.close_failed()
-
-    def note_handshake(self) -> None:
-        self._inner.note_handshake()
-
-    def set_arrival_callback(self, ring: Callable[[], None]) -> None:
-        self._inner.set_arrival_callback(ring)
-
-    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        self._inner.set_loss_listener(listen)
-
-    def on_finalize(self, leave: Callable[[], None]) -> None:
-        self._inner.on_finalize(leave)
-
-    def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
-        self._inner.set_return_listener(listen)
-
-    def accept(self, rank: int, incarnation: int) -> bool:
-        return self._inner.accept(rank, incarnation)
-
-    def describe(self) -> str:
-        return self._inner.describe()
+    def persistent_receive(self, buffer: Buffer, tag: int) -> _RecordedReceive:
+        return _RecordedReceive(self._inner.persistent_receive(buffer, tag), tag, self._on_message)
 
 
 class _RecordedReceive:
@@ -132,6 +51,9 @@ class _RecordedReceive:
         self._tag = tag
         self._on_message = on_message
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
     def test(self) -> bool:
         request = self._request
         if not request.test():
@@ -139,30 +61,6 @@ class _RecordedReceive:
         if not request.cancelled:
             self._on_message("received", request.source, self._tag, request.nbytes)
         return True
-
-    def cancel(self) -> None:
-        self._request.cancel()
-
-    @property
-    def cancelled(self) -> bool:
-        return bool(self._request.cancelled)
-
-    @property
-    def source(self) -> int:
-        return int(self._request.source)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self._request.nbytes)
-
-    @property
-    def rings(self) -> bool:
-        return bool(getattr(self._request, "rings", True))
-
-
-class _RecordedPersistentReceive(_RecordedReceive):
-    def start(self) -> None:
-        self._request.start()
 
     def take(self) -> tuple[int, int] | None:
         taken: tuple[int, int] | None = self._request.take()

@@ -80,9 +80,7 @@ def _open_mpi(started: Launch) -> MpiMessages:
     kind = SurvivingMpiTransport if mpi_launchers.survives_rank_loss() else MpiTransport
     transport: MpiMessages = kind(functools.partial(mpi_launchers.check_library, started))
     if started.transport == "mpi":
-        mpi_launchers.check_world_size(
-            started.expected_size, transport.size, transport.describe(), source=started.source
-        )
+        mpi_launchers.check_world_size(started, transport.size, transport.describe())
         if transport.size == 1 and started.source == NO_LAUNCHER:
             detection.check_alone()
         hint = mpi_launchers.oversubscription_hint()
@@ -94,11 +92,11 @@ def _open_mpi(started: Launch) -> MpiMessages:
 
 def _open_torch(_: Launch) -> Transport:
     """Open the torch transport. Ranks find each other through the user's process group or MASTER_ADDR."""
+    from asyncdist.transports.torch_distributed import transport
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
-    from asyncdist.transports.torch_distributed.transport import TorchTransport
 
     place = None if is_group_initialised() else job_rendezvous.torch_rendezvous()
-    return TorchTransport(place, granted_tags=tags.BULK)
+    return transport.open_transport(place, granted_tags=tags.BULK)
 
 
 #: Functions that open the transports between processes, by name. They import the transport's library.

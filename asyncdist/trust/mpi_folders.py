@@ -7,7 +7,7 @@ names. They also separate the jobs of containers that share ``/tmp`` or ``/dev/s
 has started uses its user's private folder in ``/dev/shm``, but mpirun has already created its own folder.
 
 If the process that makes a job's folders is killed, the next job of this user removes them
-(:mod:`asyncdist.trust.temporary_folders`).
+(:mod:`asyncdist.trust.private_folders`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from asyncdist.trust import private_folders
-from asyncdist.trust.temporary_folders import TemporaryFolder
+from asyncdist.trust.private_folders import TemporaryFolder
 
 logger = logging.getLogger("asyncdist.launch")
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 import _compat_pickle
 import pickletools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -70,60 +69,39 @@ class _Container:
 _MARK: Final = object()
 
 
-def _copies_nothing(_: tuple[Any, ...]) -> int:
-    return 0
+#: Functions that ``torch.save`` calls with any arguments, and which copy nothing.
+_REBUILDING: Final = frozenset(
+    (
+        *(f"torch._utils._rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "qtensor", "sparse_tensor")),
+        *(f"torch._utils._rebuild_{what}" for what in ("parameter", "parameter_with_state", "nested_tensor")),
+        *("torch._utils._rebuild_meta_tensor_no_storage", "torch._utils._rebuild_wrapper_subclass"),
+        *("torch.serialization._get_layout", "torch.device", "builtins.complex"),
+    )
+)
+#: Functions that ``torch.save`` calls with certain arguments, which they copy.
+_COPYING: Final = frozenset(
+    ("torch.Size", "collections.OrderedDict", "collections.Counter", "builtins.set", "_codecs.encode")
+)
 
 
-def _copies(kind: str) -> Callable[[tuple[Any, ...]], int | None]:
-    def count(arguments: tuple[Any, ...]) -> int | None:
-        match arguments:
-            case ():
-                return 0
-            case (_Container(found, items),) if found == kind:
-                return len(items)
-        return None
+def _copied_count(name: str, arguments: tuple[Any, ...]) -> int | None:
+    """Return the number of items or characters that a call of a function of ``_COPYING`` copies.
 
-    return count
-
-
-def _copies_tuple(arguments: tuple[Any, ...]) -> int | None:
-    match arguments:
-        case (_Tuple(_, count),):
+    Return None if ``torch.save`` writes no such arguments.
+    """
+    match name, arguments:
+        case "torch.Size", (_Tuple(_, count),):
             return count
-    return None
-
-
-def _copies_latin_1(arguments: tuple[Any, ...]) -> int | None:
-    match arguments:
-        case (str(text), "latin1"):
+        case "collections.OrderedDict" | "collections.Counter" | "builtins.set", ():
+            return 0
+        case "collections.OrderedDict" | "builtins.set", (_Container("list", items),):
+            return len(items)
+        case "collections.Counter", (_Container("dict", items),):
+            return len(items)
+        case "_codecs.encode", (str(text), "latin1"):
             return len(text)
     return None
 
-
-#: Functions that ``torch.save`` calls. The values return the number of items or characters that a call with these
-#: arguments copies, or None if ``torch.save`` writes no such arguments.
-_CALLS: Final[Mapping[str, Callable[[tuple[Any, ...]], int | None]]] = MappingProxyType(
-    {
-        "torch._utils._rebuild_tensor": _copies_nothing,
-        "torch._utils._rebuild_tensor_v2": _copies_nothing,
-        "torch._utils._rebuild_tensor_v3": _copies_nothing,
-        "torch._utils._rebuild_parameter": _copies_nothing,
-        "torch._utils._rebuild_parameter_with_state": _copies_nothing,
-        "torch._utils._rebuild_qtensor": _copies_nothing,
-        "torch._utils._rebuild_sparse_tensor": _copies_nothing,
-        "torch._utils._rebuild_nested_tensor": _copies_nothing,
-        "torch._utils._rebuild_meta_tensor_no_storage": _copies_nothing,
-        "torch._utils._rebuild_wrapper_subclass": _copies_nothing,
-        "torch.serialization._get_layout": _copies_nothing,
-        "torch.device": _copies_nothing,
-        "torch.Size": _copies_tuple,
-        "collections.OrderedDict": _copies("list"),
-        "collections.Counter": _copies("dict"),
-        "builtins.set": _copies("list"),
-        "builtins.complex": _copies_nothing,
-        "_codecs.encode": _copies_latin_1,
-    }
-)
 
 #: Beginnings and ends of the names of other functions and classes that torch allows.
 _MODULES_OF_TORCH: Final = ("torch._utils.", "torch._tensor.", "torch.storage.", "torch.nn.parameter.", _UNKNOWN)
@@ -263,10 +241,10 @@ class _Values:
             self._check_call(items[0] if items else None, items[2] if len(items) > 2 else None, is_new=False)
         elif name == "builtins.bytearray":
             raise ValueError("it has a bytearray, which must be a tensor of uint8 or bytes")
-        elif name not in _CALLS:
+        elif name not in _REBUILDING | _COPYING:
             if name.startswith(_MODULES_OF_TORCH) or name.endswith(_CLASSES_OF_TORCH):
                 raise ValueError(f"it has a {name}")
-        elif is_new or (count := _CALLS[name](items)) is None:
+        elif is_new or (count := 0 if name in _REBUILDING else _copied_count(name, items)) is None:
             raise ValueError(f"it calls {name} in another way than torch.save does")
         else:
             self._copied_count += count

@@ -33,7 +33,7 @@ from asyncdist.messaging import wire
 from asyncdist.tensors import pytrees, serialization
 from asyncdist.tensors.flat_state import Fingerprint
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
 from asyncdist.trust.job_secret import JobSecret
 from fuzzing.mutations import mutate
 from protocols.replay_buffer.layouts import declare, declared

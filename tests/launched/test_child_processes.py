@@ -17,8 +17,7 @@ from torch.distributed import HashStore
 import asyncdist as ad
 from asyncdist.runtime.run import LoopName
 from asyncdist.transports.torch_distributed.gloo_groups import make_gloo_groups
-from asyncdist.transports.torch_distributed.inheritance import kept_from_children
-from asyncdist.transports.torch_distributed.keepalive import open_descriptors
+from asyncdist.transports.torch_distributed.sockets import configured_sockets, open_descriptors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no procfs")
 
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems h
 def connected(*, is_of_gloo: bool) -> tuple[socket.socket, socket.socket]:
     """Return a rank's and its peer's end of a connection, of which the rank's end is inheritable like gloo's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        with kept_from_children():
+        with configured_sockets():
             own = socket.create_connection(server.getsockname())
             own.set_inheritable(is_of_gloo)
         return own, server.accept()[0]

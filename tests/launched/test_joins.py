@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from asyncdist import environment
 from asyncdist.launch import local_ranks
 from asyncdist.launch.supervision.endings import describe_end
-from asyncdist.trust import secret_files
+from asyncdist.trust import job_secret
 from asyncdist.trust.job_secret import SEAL_NBYTES
 
 #: Generous limits: they fail only tests that hang, not tests that are slow.
@@ -141,7 +141,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         assert "the job's secret differs from this command's" in told.said("stranger")
         joins = told.launch("joins", ROOT, "--join", address)
         assert told.until("2.1")["admitted_at"] > 0
-        secret = secret_files.find(secret_files.name_of(port), environment.shared_directories())
+        secret = job_secret.find(job_secret.name_of(port), environment.shared_directories())
         assert secret is not None and secret not in command_lines()
         double = second_process_of_rank_1(told.folder, port, running["job"], secret)
         assert "rank 1 " in double and f"process {pids[1]} " in double
@@ -150,7 +150,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         assert secret not in told.everything()
         refusals = [line for line in told.said("first").splitlines() if "without a valid seal" in line]
         assert 1 <= len(refusals) <= 2, "ranks 0 and 1 must report the refusal, each at most once"
-        assert secret_files.find(secret_files.name_of(port), environment.shared_directories()) is None
+        assert job_secret.find(job_secret.name_of(port), environment.shared_directories()) is None
 
 
 @pytest.mark.timeout(300)

@@ -19,6 +19,7 @@ from support.mpi import base_environment
 
 from asyncdist import cli, environment, local_host
 from asyncdist.launch import guardians, local_ranks, run_command
+from asyncdist.launch.supervision import supervisor
 from asyncdist.launch.supervision.endings import describe_end
 from asyncdist.launchers import detection, launcher_signals
 from asyncdist.launchers.variables import Launch
@@ -235,7 +236,7 @@ def test_ranks_that_end_before_the_failed_one_are_not_the_cause(
     words: str,
 ) -> None:
     """Regression: the exit code was 1, from other ranks, which end first, instead of the failed rank's 3."""
-    monkeypatch.setattr(local_ranks, "SETTLE_S", TIMEOUT_S)
+    monkeypatch.setattr(supervisor, "SETTLE_S", TIMEOUT_S)
     script = tmp_path / "script.py"
     script.write_text(AFTER.format(last=1, gone=2, failure=failure))
     assert local_ranks.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment()) == code

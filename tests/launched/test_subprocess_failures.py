@@ -31,7 +31,7 @@ from asyncdist.errors import RankLostError, TransportError
 from asyncdist.launch import guardians, local_ranks, process_groups, rank_process, spawn
 from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.launchers import addresses, launcher_signals
-from asyncdist.transports.torch_distributed.meeting import serving
+from asyncdist.transports.torch_distributed.meeting import stores
 
 # ------------------------------------------------------------------------------------------------------------ failures
 
@@ -279,7 +279,7 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
 
 def test_a_listener_that_does_not_answer_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the rank waited forever, and ignored Ctrl-C, if a web server listened at the port."""
-    monkeypatch.setattr(serving, "_MARGIN_S", 0.1)
+    monkeypatch.setattr(stores, "_MARGIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         with pytest.raises(TransportError, match=f"127.0.0.1:{port} within 0.1 s: .* does not answer"):

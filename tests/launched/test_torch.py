@@ -23,9 +23,9 @@ from support.torchrun import Result, run_ranks
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import CallbackQueue, Matcher
-from asyncdist.transports.torch_distributed import gloo_mesh
-from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.gloo_link import _ANNOUNCE, _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link
+from asyncdist.transports.torch_distributed.meeting.stores import reason
+from asyncdist.transports.torch_distributed.transport import TorchTransport
 
 MIB = 1 << 20
 VICTIM = 2
@@ -175,14 +175,15 @@ class SlowLink:
 @pytest.mark.parametrize("is_failed", [False, True])
 def test_threads_that_end_late_are_awaited_without_failing(is_failed: bool, caplog: pytest.LogCaptureFixture) -> None:
     """32 ranks on two cores have three thousand threads. Threads of a lost rank, or after a failure, may never end."""
-    mesh = gloo_mesh.Mesh((), 0, 1, Matcher(CallbackQueue()))
-    mesh.links = cast(Any, {1: SlowLink(10.0)})
+    transport = TorchTransport((), 0, 1)
+    transport._links = cast(Any, {1: SlowLink(10.0)})
     with caplog.at_level(logging.WARNING, "asyncdist"):
-        mesh.close(gloo_mesh.HOPELESS_JOIN_S if is_failed else gloo_mesh.JOIN_S)
+        transport.close_failed() if is_failed else transport.close()
     assert ("threads that wait for gloo did not end: post-1" in caplog.text) == is_failed
-    assert mesh.links == {}
-    mesh.links = cast(Any, {1: SlowLink(10.0, RankLostError("rank 1 is gone", rank=1), has_sent_goodbye=False)})
-    mesh.close()
+    assert transport._links == {}
+    transport = TorchTransport((), 0, 1)
+    transport._links = cast(Any, {1: SlowLink(10.0, RankLostError("rank 1 is gone", rank=1), has_sent_goodbye=False)})
+    transport.close()
     assert "threads that wait for gloo did not end: post-1" in caplog.text
 
 
@@ -249,19 +250,19 @@ def test_all_frames_of_a_dead_peer_are_taken_before_its_loss(count: int) -> None
 
 def test_the_groups_of_a_replaced_process_are_freed_at_once() -> None:
     """Regression: gloo's ports, connections and threads remained until the next full garbage collection."""
-    mesh = gloo_mesh.Mesh((), 0, 1, Matcher(CallbackQueue()))
+    transport = TorchTransport((), 0, 1)
     groups = [DyingPeer([]), DyingPeer([])]
-    link = Link(1, 1, groups[0], groups[1], mesh._matcher, mesh._on_lost)
+    link = Link(1, 1, groups[0], groups[1], transport._matcher, transport._on_lost)
     link._transfers_of(7)
     assert link.join(time.monotonic() + LONG_S) == []
-    mesh._matcher.callbacks.empty()
-    mesh._replaced = [(link, cast(Any, groups))]
+    transport._callbacks.empty()
+    transport._replaced = [(link, cast(Any, groups))]
     freed = weakref.ref(groups[0])
     gc.disable()
     try:
         del link, groups
-        mesh._connected = {1: (1, [DyingPeer([]), DyingPeer([])])}
-        assert mesh.accept(1, 1)
+        transport._connected = {1: (1, [DyingPeer([]), DyingPeer([])])}
+        assert transport.accept(1, 1)
         assert freed() is None
     finally:
         gc.enable()
@@ -276,16 +277,17 @@ class ClosedPeer(DyingPeer):
 
 def test_the_groups_of_an_ended_world_are_freed_at_once() -> None:
     """Regression: requests in reference cycles kept gloo's sockets and threads until a full garbage collection."""
-    matcher = Matcher(CallbackQueue())
     announcement = _ENTRY.pack(_ANNOUNCE, 8, 1, MIB)
     groups = [ClosedPeer([_FRAME.pack(0, _FRAME.size + len(announcement)) + announcement]), ClosedPeer([])]
     freed = [weakref.ref(group) for group in groups]
-    mesh = gloo_mesh.Mesh(groups, 0, 2, matcher)
+    transport = TorchTransport(groups, 0, 2)
     del groups
     gc.disable()
     try:
-        kept = [mesh.links[1].receive_granted(bytearray(MIB), 7), mesh.links[1].send_granted(memoryview(b"1"), 7)]
-        mesh.close()
+        link = transport._links[1]
+        kept = [link.receive_granted(bytearray(MIB), 7), link.send_granted(memoryview(b"1"), 7)]
+        del link
+        transport.close()
         assert [group() for group in freed] == [None, None]
     finally:
         gc.enable()

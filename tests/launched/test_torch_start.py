@@ -25,10 +25,10 @@ from asyncdist._version import describe_version
 from asyncdist.errors import DisagreementError, TransportError
 from asyncdist.launchers import addresses, detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
-from asyncdist.transports.torch_distributed.meeting import rendezvous, serving
+from asyncdist.transports.torch_distributed.meeting import rendezvous, stores
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
-from asyncdist.transports.torch_distributed.transport import TorchTransport
+from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
+from asyncdist.transports.torch_distributed.transport import open_transport
 from asyncdist.trust.job_secret import JobSecret
 
 # ------------------------------------------------------------------------------------------------------------ the start
@@ -373,7 +373,7 @@ def test_a_listener_that_does_not_answer_is_named(
 ) -> None:
     """Regression: a rank silently waited forever, and ignored Ctrl-C, if a web server listened at MASTER_PORT."""
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.0)
-    monkeypatch.setattr(serving, "_MARGIN_S", 0.1)
+    monkeypatch.setattr(stores, "_MARGIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         place = TorchRendezvous(1, 2, "127.0.0.1", port, False)
@@ -547,7 +547,7 @@ def test_the_users_group_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -
 
     def talk(rank: int) -> str:
         places.rank = rank
-        transport = TorchTransport(None)
+        transport = open_transport(None)
         buffer = bytearray(1)
         requests = [transport.irecv(buffer, 1 - rank, 5), transport.isend(bytes([rank]), 1 - rank, 5)]
         while requests:

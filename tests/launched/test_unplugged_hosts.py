@@ -101,10 +101,10 @@ def test_hosts_that_do_not_reach_each_other_are_named(option: str, message: str,
 CUT = """
 import os, pathlib, signal, socket, subprocess, sys
 import asyncdist as ad
-from asyncdist.transports.torch_distributed import keepalive
+from asyncdist.transports.torch_distributed import sockets
 from asyncdist.transports import mpi
 
-keepalive.IDLE_S = keepalive.INTERVAL_S = keepalive.PROBE_COUNT = keepalive.UNACKNOWLEDGED_S = 1
+sockets.IDLE_S = sockets.INTERVAL_S = sockets.PROBE_COUNT = sockets.UNACKNOWLEDGED_S = 1
 
 def cut(*given):
     probe_all(*given)

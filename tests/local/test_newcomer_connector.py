@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -13,12 +14,12 @@ import pytest
 from torch.distributed import HashStore
 
 from asyncdist.errors import TransportError
-from asyncdist.transports.matching import CallbackQueue, Matcher
-from asyncdist.transports.torch_distributed import gloo_groups
-from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
+from asyncdist.launchers.variables import TorchRendezvous
+from asyncdist.transports.matching import CallbackQueue
+from asyncdist.transports.torch_distributed import gloo_groups, transport
 from asyncdist.transports.torch_distributed.meeting import newcomers
 from asyncdist.transports.torch_distributed.meeting.newcomers import NewcomerConnector
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
 from asyncdist.trust.job_secret import JobSecret
 
 #: A generous limit in seconds: a longer wait is a hang.
@@ -28,20 +29,31 @@ RUNNING = '{"world": "world"}'
 KEY = "asyncdist/running"
 
 
+def entry(common: Any, store: Any, rank: int, incarnation: int, process: str, *, size: int = 2) -> Any:
+    """Replaces the ``WorldEntry`` of a process."""
+    place = TorchRendezvous(rank, size, "127.0.0.1", 29500, True)
+    return SimpleNamespace(
+        rendezvous=place, common=common, store=store, incarnation=incarnation, process=process, running=RUNNING
+    )
+
+
 class Process:
     """One process's connector, and the notices that it has received."""
 
     def __init__(self, common: Any, rank: int, incarnation: int, name: str) -> None:
         self.rank = rank
         self.callbacks = CallbackQueue()
-        world = common.part("world")
-        self.connector = NewcomerConnector(
-            common, world, rank, incarnation, name, self.callbacks, running=RUNNING, size=2
-        )
         self.connected: list[tuple[int, int, list[Any]]] = []
         self.missed: list[tuple[int, int]] = []
         self.announced: list[tuple[int, int]] = []
-        self.connector.start(self.announced.append, self.connected.append, self.missed.append)
+        self.connector = NewcomerConnector(
+            entry(common, common.part("world"), rank, incarnation, name),
+            self.callbacks,
+            self.announced.append,
+            self.connected.append,
+            self.missed.append,
+        )
+        self.connector.start()
 
     def until(self, is_true: Callable[[], object]) -> None:
         give_up_at = time.monotonic() + TIMEOUT_S
@@ -148,9 +160,9 @@ class CountedStore:
 def test_the_store_can_answer_all_ranks_that_wait_for_newcomers(size: int) -> None:
     """Regression: each rank read the store 21 times a second in a world of any size; it answers 10,000 reads."""
     store = CountedStore(50)
-    connector = NewcomerConnector(
-        cast(Any, store), cast(Any, store), 0, 0, "0.0", CallbackQueue(), running=RUNNING, size=size
-    )
+    nothing = MagicMock()
+    where = entry(store, store, 0, 0, "0.0", size=size)
+    connector = NewcomerConnector(where, CallbackQueue(), nothing, nothing, nothing)
     connector._closing = cast(Any, store)
     connector._run()
     assert size * store.read_count / store.waited_s < 8000
@@ -210,11 +222,11 @@ def test_connection_of_a_process_lost_before_it_was_accepted(monkeypatch: pytest
     """Regression: if the next process of its rank was connected, its connections stayed open."""
     closed: list[Any] = []
     monkeypatch.setattr(gloo_groups, "close_connections", closed.append)
-    connector = MagicMock(late_places=(), vacant=frozenset(), incarnation=0)
-    mesh = Mesh([], 0, 2, Matcher(CallbackQueue()), connector)
+    monkeypatch.setattr(transport, "NewcomerConnector", MagicMock())
+    own = transport.TorchTransport([], 0, 2, MagicMock(late_places=(), vacant=frozenset(), incarnation=0))
     for incarnation, groups in ((1, ["control 1", "bulk 1"]), (2, ["control 2", "bulk 2"])):
-        mesh._on_announced((1, incarnation))
-        mesh._on_connected((1, incarnation, groups))
+        own._on_announced((1, incarnation))
+        own._on_connected((1, incarnation, groups))
     assert closed == ["control 1", "bulk 1"]
-    mesh.close()
+    own.close()
     assert closed[2:] == ["control 2", "bulk 2"]

@@ -24,15 +24,14 @@ from asyncdist.errors import LateError, TransportError
 from asyncdist.launch import joining_ranks, local_ranks, place_claims
 from asyncdist.launch.place_claims import ClaimError, claim, keep
 from asyncdist.launch.supervision.endings import describe_end
-from asyncdist.launch.supervision.restarts import Restarts
+from asyncdist.launch.supervision.supervisor import Event, Supervisor
 from asyncdist.launchers import addresses, detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.local_host import LaunchError
-from asyncdist.transports.matching import CallbackQueue, Matcher
-from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
 from asyncdist.transports.torch_distributed.meeting import newcomers, rendezvous
-from asyncdist.transports.torch_distributed.meeting.newcomers import NewcomerConnector, WorldEntry
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.newcomers import WorldEntry
+from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
+from asyncdist.transports.torch_distributed.transport import TorchTransport
 from asyncdist.trust.job_secret import JobSecret
 
 #: A generous limit in seconds: a longer wait is a hang.
@@ -325,26 +324,13 @@ class Process:
 
     def __init__(self, where: TorchRendezvous) -> None:
         entry = self.entry = WorldEntry(where, TIMEOUT_S)
-        self.callbacks = CallbackQueue()
-        connector = NewcomerConnector(
-            entry.common,
-            entry.store,
-            where.rank,
-            entry.incarnation,
-            entry.process,
-            self.callbacks,
-            running=entry.running,
-            size=where.size,
-            late_places=range(where.size - where.empty_count, where.size),
-            vacant=entry.vacant,
-        )
-        self.mesh = Mesh(entry.groups, where.rank, where.size, Matcher(self.callbacks), connector)
+        self.transport = TorchTransport(entry.groups, where.rank, where.size, entry)
 
     def until(self, is_true: Callable[[], object]) -> None:
         give_up_at = time.monotonic() + TIMEOUT_S
         while not is_true():
             assert time.monotonic() < give_up_at, "the processes did not finish in time"
-            self.callbacks.empty()
+            self.transport._callbacks.empty()
             time.sleep(0.01)
 
 
@@ -366,7 +352,7 @@ def in_thread(make: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 def test_lone_rank_starts_a_world_that_newcomers_find(store: SealedStore) -> None:
     first = Process(place(0))
     assert (first.entry.groups, first.entry.incarnation) == ([], 0)
-    assert first.mesh.lost == first.mesh.vacant == {1, 2}
+    assert first.transport.lost_ranks() == first.transport.vacant_ranks() == {1, 2}
     processes = {0: first}
     try:
         for rank in (2, 1):
@@ -375,19 +361,22 @@ def test_lone_rank_starts_a_world_that_newcomers_find(store: SealedStore) -> Non
             assert isinstance(made[0], Process), made
             newcomer = processes[rank] = made[0]
             assert newcomer.entry.incarnation == 1
-            assert newcomer.mesh.vacant == {1, 2} - set(processes), (
+            assert newcomer.transport.vacant_ranks() == {1, 2} - set(processes), (
                 "the newcomer must know which other places are occupied"
             )
             for peer, process in processes.items():
                 if peer != rank:
-                    process.until(lambda process=process, rank=rank: rank in process.mesh._connected)
-                    assert process.mesh.accept(rank, 1)
-                    newcomer.until(lambda newcomer=newcomer, peer=peer: peer in newcomer.mesh._connected)
-                    assert newcomer.mesh.accept(peer, process.entry.incarnation)
-        assert all(not process.mesh.lost and not process.mesh.vacant for process in processes.values())
+                    process.until(lambda process=process, rank=rank: rank in process.transport._connected)
+                    assert process.transport.accept(rank, 1)
+                    newcomer.until(lambda newcomer=newcomer, peer=peer: peer in newcomer.transport._connected)
+                    assert newcomer.transport.accept(peer, process.entry.incarnation)
+        assert all(
+            not process.transport.lost_ranks() and not process.transport.vacant_ranks()
+            for process in processes.values()
+        )
         assert not store.check(["over"])
     finally:
-        threads = [threading.Thread(target=process.mesh.close) for process in processes.values()]
+        threads = [threading.Thread(target=process.transport.close) for process in processes.values()]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -400,13 +389,13 @@ def test_second_process_with_a_living_rank_is_refused_at_once(store: SealedStore
     newcomers._entered.clear()  # cleared, because the second process stands for a new process
     with pytest.raises(TransportError, match=r"already has a rank 0 .* with which its world began"):
         WorldEntry(place(0), TIMEOUT_S)
-    begun.mesh.close()
+    begun.transport.close()
 
 
 def test_process_at_an_empty_place_waits_for_the_next_world(store: SealedStore) -> None:
     """All ranks have left the running world; the rank that begins the next world finds this process waiting."""
     left = Process(place(0))
-    left.mesh.close()
+    left.transport.close()
     thread, made = in_thread(lambda: Process(place(1, 1)))
     while not store.check([f"{store.get('running')[11:27].decode()}/newcomer/1"]):
         assert thread.is_alive(), made
@@ -417,7 +406,7 @@ def test_process_at_an_empty_place_waits_for_the_next_world(store: SealedStore) 
     processes.append(made[0])
     assert processes[1].entry.nonce == processes[0].entry.nonce != left.entry.nonce
     for process in processes:
-        process.mesh.close()
+        process.transport.close()
 
 
 @pytest.mark.parametrize(
@@ -488,20 +477,22 @@ class Supervised:
     """Ranks that a launcher supervises, and the notices that it has written to the store."""
 
     def __init__(self, ranks: dict[int, int], count: int = 0, *, have_joined: bool) -> None:
-        self.events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.keeper = Keeper()
         self.started: list[tuple[int, str]] = []
         self.is_memory_short = False
         environments = {rank: {environment.INCARNATION_VARIABLE: str(number)} for rank, number in ranks.items()}
         self.processes = {rank: Rank(rank, self.events) for rank in ranks}
-        self.again = Restarts(
+        self.supervisor = Supervisor(
+            self.events,
             self._start,
             environments,
-            count,
-            self.keeper,  # type: ignore[arg-type]
+            restarts=count,
+            store=self.keeper,  # type: ignore[arg-type]
             is_open=True,
             have_joined=have_joined,
         )
+        self.supervisor.processes = self.processes
 
     def _start(self, rank: int, variables: Mapping[str, str]) -> Rank:
         if self.is_memory_short:
@@ -512,7 +503,7 @@ class Supervised:
         return process
 
     def run(self) -> int:
-        return local_ranks.supervise(self.processes, self.events, self.again)
+        return self.supervisor.supervise()
 
 
 def test_place_is_free_if_its_killed_rank_is_not_restarted() -> None:

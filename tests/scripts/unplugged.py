@@ -16,7 +16,7 @@ from support.mpi import report
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.transports.torch_distributed import keepalive
+from asyncdist.transports.torch_distributed import sockets
 from protocols import AsyncSelectiveAveragingPolicy
 
 VICTIM = 2
@@ -57,7 +57,7 @@ async def main(world: ad.World, interface: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     for name in ("IDLE_S", "INTERVAL_S", "PROBE_COUNT", "UNACKNOWLEDGED_S"):
-        setattr(keepalive, name, 1)
+        setattr(sockets, name, 1)
 
     async def told(world: ad.World) -> None:
         report(world.rank, await main(world, sys.argv[1]))

@@ -15,9 +15,10 @@ from asyncdist import environment, validation
 from asyncdist.launch import doctor, mpirun
 from asyncdist.launch.doctor import Facts, Mpi
 from asyncdist.launch.mpirun import Installation
+from asyncdist.launchers import slurm
+from asyncdist.launchers.job_rendezvous import given_secret
 from asyncdist.launchers.variables import Launch
 from asyncdist.local_host import LaunchError
-from asyncdist.transports import mpi_launchers
 
 WELL = Facts(
     started=Launch("local", 1, 0, "no launcher"),
@@ -152,9 +153,10 @@ def test_a_secret_that_cannot_be_used_is_found(tmp_path: Path) -> None:
     path.write_text("0123456789abcdef")
     path.chmod(0o644)
     environ = {environment.SECRET_FILE_VARIABLE: str(path)}
-    assert "has mode 0644, so other users can open it" in (doctor._check_secret(environ) or "")
+    assert "has mode 0644, so other users can open it" in (doctor._error_of(lambda: given_secret(environ)) or "")
     path.chmod(0o600)
-    assert doctor._check_secret(environ) is None and doctor._check_secret({}) is None
+    assert doctor._error_of(lambda: given_secret(environ)) is None
+    assert doctor._error_of(lambda: given_secret({})) is None
 
 
 def test_gpus_that_torch_cannot_use_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +271,7 @@ def test_no_program_of_the_working_directory_is_run(tmp_path: Path, monkeypatch:
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", ".::bin")
     assert doctor.find_mpirun(environment.environment()) is None
-    assert mpi_launchers.list_plugins() == []
+    assert slurm.list_plugins() == []
     assert environment.find_program("srun", {"PATH": f".:{tmp_path}"}) == str(tmp_path / "srun")
 
 

@@ -15,7 +15,7 @@ import torch
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Request
 from asyncdist.transports.matching import CallbackQueue, Matcher
-from asyncdist.transports.torch_distributed.gloo_streams import StreamTransfers
+from asyncdist.transports.torch_distributed.gloo_transfers import StreamTransfers
 
 TAG = 8001
 #: Seconds that a loaded machine may need for an operation that takes no time.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncdist.launch import guardians
-from asyncdist.launch.supervision.guardian_reports import GuardianReports
+from asyncdist.launch.hosts.host_agent import GuardianReports
 
 
 @pytest.fixture
@@ -38,17 +38,18 @@ def test_reports_are_told_in_order_and_nothing_is_left(token: str) -> None:
 def test_folders_of_killed_agents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a killed agent's folder stayed in /tmp."""
     monkeypatch.setattr(guardians, "REPORTS_FOLDER", f"{tmp_path}/reports-")
-    left, new, open_to_all, read = (tmp_path / f"reports-{name}" for name in ("left", "new", "open", "read"))
-    for folder in (left, new, open_to_all, read):
+    left, new, open_to_all = (tmp_path / f"reports-{name}" for name in ("left", "new", "open"))
+    for folder in (left, new, open_to_all):
         folder.mkdir(mode=0o700)
         os.mkfifo(folder / "fifo")
-    reader = os.open(read / "fifo", os.O_RDWR)
     open_to_all.chmod(0o755)
-    for folder in (left, open_to_all, read):
+    other = GuardianReports("in use", lambda _: None)
+    used = Path(guardians.reports_path("in use")).parent
+    for folder in (left, open_to_all, used):
         os.utime(folder, (0, 0))
     GuardianReports("token", lambda _: None).close()
-    os.close(reader)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["reports-new", "reports-open", "reports-read"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["reports-new", "reports-open", used.name])
+    other.close()
 
 
 def test_without_an_agent_the_end_is_a_marked_line(token: str, capfd: pytest.CaptureFixture[str]) -> None:

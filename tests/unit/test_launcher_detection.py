@@ -306,7 +306,7 @@ def test_tasks_of_submitit_that_are_accepted(changes: dict[str, str], expected: 
 
 def test_singleton_worlds_are_explained() -> None:
     with pytest.raises(TransportError) as caught:
-        mpi_launchers.check_world_size(4, 1, "MPICH 5.0.2")
+        mpi_launchers.check_world_size(Launch("mpi", 4, 0, "OMPI_COMM_WORLD_SIZE"), 1, "MPICH 5.0.2")
     for words in ("started 4 ranks", "world of 1", "MPICH 5.0.2", "asyncdist run -n 4", "pip install"):
         assert words in str(caught.value)
     assert (caught.value.expected, caught.value.actual) == (4, 1)
@@ -316,24 +316,24 @@ def test_singleton_worlds_are_explained() -> None:
     ("library", "way"),
     [("Open MPI v4.1.4", "srun --mpi=pmix -n 4"), ("MPICH 5.0.2", "srun --mpi=pmi2 -n 4"), ("Other", "or srun --mpi")],
 )
-def test_singleton_worlds_of_srun_name_the_plugin_to_join_them(library: str, way: str) -> None:
+def test_singleton_worlds_of_srun_name_the_plugin_to_join_them(
+    library: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "list_plugins", lambda: ["none", "pmi2", "pmix"])
     with pytest.raises(TransportError, match="srun started 4 ranks") as caught:
-        mpi_launchers.check_world_size(
-            4, 1, library, source="SLURM_STEP_NUM_TASKS", list_plugins=lambda: ["none", "pmi2", "pmix"]
-        )
+        mpi_launchers.check_world_size(Launch("mpi", 4, 0, "SLURM_STEP_NUM_TASKS"), 1, library)
     assert "(srun --mpi=list offers none, pmi2, pmix), with ASYNCDIST_TRANSPORT=torch" in str(caught.value)
     assert library in str(caught.value) and way in str(caught.value)
     assert "different MPIs" not in str(caught.value)
     assert (caught.value.expected, caught.value.actual) == (4, 1)
 
 
-def test_open_mpi_under_the_plugin_of_mpich_names_its_own_plugin() -> None:
+def test_open_mpi_under_the_plugin_of_mpich_names_its_own_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: pmi2 sets the variables of MPICH's mpirun, so the error named two mpiruns although none was used."""
+    monkeypatch.setattr(slurm, "list_plugins", list)
     environ, started = RECORDED["srun --mpi=pmi2 -n 2"]
     with pytest.raises(TransportError, match=r"srun started 2 ranks.*srun --mpi=pmix -n 2 ") as caught:
-        mpi_launchers.check_world_size(
-            2, 1, "Open MPI v5.0.11", source=started.source, environ=environ, list_plugins=list
-        )
+        mpi_launchers.check_world_size(started, 1, "Open MPI v5.0.11", environ=environ)
     assert "(srun --mpi=list shows the plugins)" in str(caught.value)
     assert "different MPIs" not in str(caught.value)
     for hydra in (HYDRA, environ | {"HYDI_CONTROL_FD": "7"}, environ | {"SLURM_STEP_NUM_TASKS": "1"}):
@@ -369,16 +369,13 @@ MPICH = (
     ],
 )
 def test_mpich_without_pmix_is_refused_before_it_aborts(
-    version: str, tasks: dict[str, str], started: str, way: str
+    version: str, tasks: dict[str, str], started: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(slurm, "list_plugins", lambda: ["none", "pmi2"])
     environ = RECORDED["srun --mpi=pmix -n 2"][0] | tasks
     with pytest.raises(TransportError, match=started) as caught:
-        mpi_launchers.check_library(
-            detection.detect(environ),
-            MPICH.format(version=version, pmix=""),
-            environ=environ,
-            list_plugins=lambda: ["none", "pmi2"],
-        )
+        library = MPICH.format(version=version, pmix="")
+        mpi_launchers.check_library(detection.detect(environ), library, environ=environ)
     said = str(caught.value)
     assert f"(MPICH Version: {version}) was built without PMIx" in said and way in said
     assert "none, pmi2)" in said and "\n" not in said
@@ -396,14 +393,14 @@ def test_mpich_without_pmix_is_refused_before_it_aborts(
 )
 def test_other_libraries_and_launchers_with_pmix_are_accepted(version: str, changes: dict[str, str]) -> None:
     environ = RECORDED["srun --mpi=pmix -n 2"][0] | changes
-    mpi_launchers.check_library(detection.detect(environ), version, environ=environ, list_plugins=list)
+    mpi_launchers.check_library(detection.detect(environ), version, environ=environ)
 
 
 @pytest.mark.parametrize("expected", [3, None])
 def test_a_world_of_the_right_or_of_unknown_size_is_accepted(expected: int | None) -> None:
-    mpi_launchers.check_world_size(expected, 3, "any")
+    mpi_launchers.check_world_size(Launch("mpi", expected, 0, "OMPI_COMM_WORLD_SIZE"), 3, "any")
     with pytest.raises(TransportError):
-        mpi_launchers.check_world_size(4, 3, "any")
+        mpi_launchers.check_world_size(Launch("mpi", 4, 0, "OMPI_COMM_WORLD_SIZE"), 3, "any")
 
 
 @pytest.mark.parametrize(

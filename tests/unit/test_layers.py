@@ -215,7 +215,7 @@ def test_mpi4py_is_imported_only_by_the_mpi_modules_and_a_rival() -> None:
 def test_torch_distributed_is_imported_only_by_meeting_modules() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    meeting = {f"meeting.{name}" for name in ("connecting", "rendezvous", "sealed_store", "serving")}
+    meeting = {f"meeting.{name}" for name in ("rendezvous", "stores")}
     transport = {f"transports.torch_distributed.{name}" for name in ("gloo_groups", "transport", *meeting)}
     others = {
         "launch.process_groups",

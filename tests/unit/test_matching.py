@@ -7,7 +7,7 @@ from support.matching import post
 
 from asyncdist.errors import RankLostError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
-from asyncdist.transports.matching import CallbackQueue, InlineMessage, LocalMessage, Matcher, Send
+from asyncdist.transports.matching import BufferedMessage, CallbackQueue, Matcher, Send
 
 
 @pytest.fixture
@@ -15,8 +15,8 @@ def matcher() -> Matcher:
     return Matcher(CallbackQueue())
 
 
-def inline(source: int, tag: int, data: bytes) -> InlineMessage:
-    return InlineMessage(source, tag, memoryview(data))
+def inline(source: int, tag: int, data: bytes) -> BufferedMessage:
+    return BufferedMessage(source, tag, memoryview(data))
 
 
 def test_the_first_receive_that_fits_takes_the_message(matcher: Matcher) -> None:
@@ -49,7 +49,7 @@ def test_a_large_message_to_oneself_is_sent_when_it_is_received(matcher: Matcher
     matcher.callbacks.set_bell(lambda: rung.append(None))
     data = bytearray(b"y" * 100_000)
     send = Send(matcher.callbacks, len(data))
-    matcher.deliver(LocalMessage(matcher.callbacks, send, 0, 5, memoryview(data)))
+    matcher.deliver(BufferedMessage(0, 5, memoryview(data), send))
     assert not send.test() and not rung
     receive, buffer = post(matcher, 100_000, 0, 5)
     assert receive.test() and send.test() and rung and buffer == data

@@ -15,7 +15,7 @@ import pytest
 from asyncdist.launch import guardians, live_table
 from asyncdist.trust import mpi_folders, private_folders
 from asyncdist.trust.mpi_folders import MpiFolders
-from asyncdist.trust.temporary_folders import TemporaryFolder
+from asyncdist.trust.private_folders import TemporaryFolder
 
 MPIRUN = "PRTE_MCA_prte_local_tmpdir_base"
 DAEMONS = "PRTE_MCA_prte_remote_tmpdir_base"

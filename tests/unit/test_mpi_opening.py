@@ -33,13 +33,13 @@ def test_the_programs_own_connections_keep_their_settings(
 
     def init(self: Any, *_: Any, **__: Any) -> None:
         opened.append(5)
-        self._tag_max, self.size, self._comm, self._end_comm = 9, 1, None, None
+        self._tag_max, self.size, self._mpi, self._comm, self._end_comm = 9, 1, None, None, None
 
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(Is_initialized=lambda: is_started))
     monkeypatch.setattr(mpi.MpiMessages, "__init__", init)
     monkeypatch.setattr(mpi, "open_descriptors", lambda: list(opened))
     monkeypatch.setattr(mpi, "probe_all", seen.update)
-    monkeypatch.setattr(mpi.MpiTransport, "_group", lambda *_: None)
+    monkeypatch.setattr(mpi, "MpiGroup", lambda *_: None)
     monkeypatch.setattr(mpi.MpiTransport, "_has_started_mpi", is_second_world)
     mpi.MpiTransport()
     assert seen == probed

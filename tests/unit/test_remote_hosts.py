@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from asyncdist import cli, local_host
-from asyncdist.launch import guardians, local_ranks, mpirun
+from asyncdist.launch import guardians, mpirun
 from asyncdist.launch.hosts import remote_hosts, remote_ranks
 from asyncdist.launch.hosts.remote_hosts import Host, RemoteRank
-from asyncdist.launch.supervision.restarts import Restarts
+from asyncdist.launch.supervision.supervisor import Event, Supervisor
 
 HOSTS = [Host("a", 2), Host("user@b", 1)]
 
@@ -125,7 +125,7 @@ class Orders:
 @pytest.mark.parametrize(("returncode", "code", "signals"), [(None, 255, []), (255, 255, [signal.SIGTERM] * 2)])
 def test_a_lost_host_does_not_stop_the_other_ranks(returncode: int | None, code: int, signals: list[int]) -> None:
     """Regression: when ssh noticed a lost host, after minutes, its ranks counted as failed, and the others ended."""
-    agent, events = Orders(), queue.SimpleQueue[local_ranks.Event]()
+    agent, events = Orders(), queue.SimpleQueue[Event]()
     ranks = {rank: RemoteRank(agent, rank, partial(events.put, ("ended", rank))) for rank in range(3)}  # type: ignore[arg-type]
     if returncode is None:
         ranks[1].note_loss()
@@ -134,8 +134,7 @@ def test_a_lost_host_does_not_stop_the_other_ranks(returncode: int | None, code:
     for rank in (0, 2):
         ranks[rank].returncode = 0
         events.put(("ended", rank))
-    restarts = Restarts(lambda rank, _: ranks[rank], {rank: {} for rank in ranks}, 0)
-    assert local_ranks.supervise(ranks, events, restarts) == code
+    assert Supervisor(events, lambda rank, _: ranks[rank], {rank: {} for rank in ranks}).run() == code
     assert agent.signals == signals
 
 

@@ -21,7 +21,7 @@ from asyncdist import environment, local_host
 from asyncdist.launch import local_ranks
 from asyncdist.launchers import child_environment, job_rendezvous
 from asyncdist.transports.torch_distributed.meeting import rendezvous
-from asyncdist.trust import job_secret, private_folders, secret_files
+from asyncdist.trust import job_secret, private_folders
 from asyncdist.trust.job_secret import JobSecret
 
 
@@ -85,7 +85,7 @@ def test_a_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) ->
 def test_a_secret_is_known_to_its_reader_and_root_alone(mode: int, owner: int, reader: int, problem: str) -> None:
     """Regression: the files of a Kubernetes Secret were refused, since a group may read them."""
     found = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))
-    assert secret_files.why_not_secret(found, reader) == problem
+    assert job_secret.why_not_secret(found, reader) == problem
 
 
 def test_a_secret_is_read_through_links_to_it(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_is_refused_if_the_secret_has_no_room(tmp_path: Path) -> None:
     """Regression: eight empty folders were left behind, and the reason was given eight times, without a folder."""
     with pytest.raises(ValueError, match="ASYNCDIST_JOB_SECRET_FILE") as raised:
-        secret_files.shared([str(tmp_path)])
+        job_secret.shared([str(tmp_path)])
     assert str(raised.value).count(f"{tmp_path}: {os.strerror(errno.ENOSPC)}") == 1
     assert not list(tmp_path.iterdir())
 
@@ -261,7 +261,7 @@ def test_a_folder_with_the_files_of_others_is_kept(tmp_path: Path) -> None:
 
 
 def test_without_a_writable_folder_there_is_no_secret() -> None:
-    assert secret_files.shared(["/no/folder", "/dev/null"]) is None
+    assert job_secret.shared(["/no/folder", "/dev/null"]) is None
 
 
 @pytest.mark.parametrize("environ, last", [({"HOME": "/a/home"}, "/a/home"), ({"HOME": "relative"}, "/tmp")])
@@ -295,7 +295,7 @@ def test_a_programs_own_process_group_says_where_its_store_is(
 
 def test_processes_that_draw_the_users_secret_at_once_agree(tmp_path: Path) -> None:
     found: list[str | None] = []
-    threads = [threading.Thread(target=lambda: found.append(secret_files.shared([str(tmp_path)]))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(job_secret.shared([str(tmp_path)]))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -306,11 +306,11 @@ def test_processes_that_draw_the_users_secret_at_once_agree(tmp_path: Path) -> N
 @pytest.mark.parametrize("text, mode", [("", 0o600), ("short", 0o600), ("0123456789abcdef", 0o644)])
 def test_a_users_secret_that_cannot_be_used_is_replaced(text: str, mode: int, tmp_path: Path) -> None:
     """Regression: an empty file, as after a power failure, left all later jobs of that user without a secret."""
-    assert secret_files.shared([str(tmp_path)]) is not None
+    assert job_secret.shared([str(tmp_path)]) is not None
     (path,) = tmp_path.glob("*/secret")
     written(path, mode, text)
-    found = secret_files.shared([str(tmp_path)])
-    assert found not in (None, text) and found == secret_files.shared([str(tmp_path)])
+    found = job_secret.shared([str(tmp_path)])
+    assert found not in (None, text) and found == job_secret.shared([str(tmp_path)])
     assert path.stat().st_mode & 0o777 == 0o600 and len(list(path.parent.iterdir())) == 1
 
 
@@ -320,24 +320,24 @@ def test_ranks_that_replace_the_users_secret_at_once_agree(
 ) -> None:
     """Regression: ranks that found an empty file replaced each other's secrets, and did not connect."""
     bases, draw, drawn, other = [str(tmp_path)], job_secret.draw, itertools.count(1), list[str | None]()
-    assert secret_files.shared(bases) is not None
+    assert job_secret.shared(bases) is not None
     (path,) = tmp_path.glob("*/secret")
     written(path, 0o600, "")
 
     def draw_beside_another_rank() -> str:
         if next(drawn) == moment:
-            other.append(secret_files.shared(bases))
+            other.append(job_secret.shared(bases))
         return draw()
 
     monkeypatch.setattr(job_secret, "draw", draw_beside_another_rank)
-    assert [secret_files.shared(bases)] == other != [None]
+    assert [job_secret.shared(bases)] == other != [None]
 
 
 def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
-    kept = secret_files.keep(1, "0123456789abcdef", [str(tmp_path)])
-    assert kept is not None and secret_files.find("secret-1", [str(tmp_path)]) == "0123456789abcdef"
+    kept = job_secret.keep(1, "0123456789abcdef", [str(tmp_path)])
+    assert kept is not None and job_secret.find("secret-1", [str(tmp_path)]) == "0123456789abcdef"
     kept.path.chmod(0o644)
-    assert secret_files.find("secret-1", [str(tmp_path)]) is None, (
+    assert job_secret.find("secret-1", [str(tmp_path)]) is None, (
         "a secret that another user may have read must not be used"
     )
     kept.remove()
@@ -347,11 +347,11 @@ def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
 def test_secrets_of_killed_launchers_are_removed_by_the_next(tmp_path: Path) -> None:
     """Regression: each killed launcher with ``--places`` left its secret's file behind forever."""
     bases = [str(tmp_path)]
-    assert secret_files.shared(bases)
-    kept = [secret_files.keep(port, "0123456789abcdef", bases) for port in (1, 2)]
+    assert job_secret.shared(bases)
+    kept = [job_secret.keep(port, "0123456789abcdef", bases) for port in (1, 2)]
     assert kept[0] is not None and kept[1] is not None
     os.close(kept[0].lock)  # as the kernel does for a process that is killed
-    last = secret_files.keep(3, "0123456789abcdef", bases)
+    last = job_secret.keep(3, "0123456789abcdef", bases)
     assert last is not None
     assert sorted(path.name for path in last.path.parent.iterdir()) == ["secret", "secret-2", "secret-3"]
     kept[1].remove()
@@ -369,18 +369,17 @@ def test_a_kept_secret_outlives_its_folder_until_removed(tmp_path: Path) -> None
 
     def wait_for(secret: str | None) -> None:
         until = time.monotonic() + 30
-        while secret_files.find("secret-1", bases()) != secret:
+        while job_secret.find("secret-1", bases()) != secret:
             assert time.monotonic() < until, f"the secret {secret!r} was not found in time"
             time.sleep(0.01)
 
-    kept = secret_files.RenewedSecret(1, text, bases, renewal_s=0.01)
-    assert list(session.glob("*/secret-1"))
-    session.rename(tmp_path / "logout")
-    wait_for(text)
-    assert list(common.glob("*/secret-1"))
-    session.mkdir()
-    kept.remove()
-    assert secret_files.find("secret-1", bases()) is None
+    with job_secret.kept(1, text, bases, renewal_s=0.01) as is_kept:
+        assert is_kept and list(session.glob("*/secret-1"))
+        session.rename(tmp_path / "logout")
+        wait_for(text)
+        assert list(common.glob("*/secret-1"))
+        session.mkdir()
+    assert job_secret.find("secret-1", bases()) is None
 
 
 def test_a_secret_that_cannot_be_kept_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,5 +387,5 @@ def test_a_secret_that_cannot_be_kept_leaves_no_file(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "rename", fail)
-    assert secret_files.keep(1, "0123456789abcdef", [str(tmp_path)]) is None
+    assert job_secret.keep(1, "0123456789abcdef", [str(tmp_path)]) is None
     assert not list(tmp_path.glob("*/*"))

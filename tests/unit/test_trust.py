@@ -23,8 +23,8 @@ from asyncdist.errors import TransportError
 from asyncdist.launchers import detection
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.torch_distributed import gloo_groups, transport
-from asyncdist.transports.torch_distributed.meeting import rendezvous, sealed_store, serving
-from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
+from asyncdist.transports.torch_distributed.meeting import rendezvous, stores
+from asyncdist.transports.torch_distributed.meeting.stores import Refusals, SealedStore
 from asyncdist.trust import job_secret
 from asyncdist.trust.job_secret import JobSecret
 from asyncdist.trust.living_ranks import LivingRank
@@ -115,13 +115,13 @@ def test_a_value_that_an_outsider_deletes_is_awaited_in_python(monkeypatch: pyte
     assert store.check(["key"])
     inner.delete_key("key")
     paused: list[float] = []
-    monkeypatch.setattr(sealed_store.time, "sleep", lambda pause_s: (paused.append(pause_s), store.set("key", "again")))
+    monkeypatch.setattr(stores.time, "sleep", lambda pause_s: (paused.append(pause_s), store.set("key", "again")))
     assert store.get("key") == b"again" and len(paused) == 1
     inner.delete_key("key")
-    monkeypatch.setattr(sealed_store, "_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(stores, "_TIMEOUT_S", 0.0)
     with pytest.raises(RuntimeError, match="no value of this job for 'key'"):
         store.get("key")
-    inner.set("key", sealed_store._NOTHING)
+    inner.set("key", stores._NOTHING)
     with pytest.raises(RuntimeError, match="no value of this job for 'key'"):
         store.get("key")
 
@@ -144,7 +144,7 @@ def test_a_rank_with_another_secret_than_rank_0_says_so(
 ) -> None:
     """Regression: a rank with a different secret waited silently, and its error did not name the secret."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    served = serving.serve("127.0.0.1", 0)
+    served = stores.serve("127.0.0.1", 0)
     SealedStore(served, OTHER).set(rendezvous._PORT, "1")
     place = TorchRendezvous(1, 2, "127.0.0.1", served.port, False, secret=OURS)
     with pytest.raises(TransportError, match=r"another secret than this rank's: .* ASYNCDIST_JOB_SECRET_FILE"):

@@ -20,13 +20,14 @@ guardians as ``report``, and makes private folders for Open MPI, which it remove
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 #: Path of this file, to run it as a program.
@@ -37,9 +38,12 @@ if __name__ == "__main__":
 from asyncdist import environment, local_host  # noqa: E402
 from asyncdist._version import __version__  # noqa: E402
 from asyncdist.launch import guardians, local_ranks  # noqa: E402
-from asyncdist.launch.supervision.guardian_reports import GuardianReports  # noqa: E402
 from asyncdist.launchers import addresses, child_environment  # noqa: E402
 from asyncdist.trust.mpi_folders import MpiFolders  # noqa: E402
+from asyncdist.trust.private_folders import TemporaryFolder  # noqa: E402
+
+#: Line that makes the thread that reads guardians' reports end.
+_OVER: Final = b"over\n"
 
 
 def versions() -> dict[str, str]:
@@ -144,6 +148,53 @@ class _Agent:
 
     def _send(self, **message: Any) -> None:
         os.write(1, self._mark + json.dumps(message).encode() + b"\n")  # a short line is written at once
+
+
+class GuardianReports:
+    """Calls ``forward`` in a thread with each report of a job's guardians on this host, and sends them signals.
+
+    The guardians (supervising processes) write to a FIFO. Reports in a rank's output could be lost, because mpirun
+    stops reading output when it stops the ranks.
+    """
+
+    def __init__(self, token: str, forward: Callable[[str], object]) -> None:
+        self._forward = forward
+        self._guardians: dict[int, guardians.ProcessHandle] = {}
+        self._folder: TemporaryFolder | None = None
+        self._reader: threading.Thread | None = None
+        path = guardians.reports_path(token)
+        with contextlib.suppress(OSError):  # without a FIFO, guardians write to their ranks' output
+            self._folder = TemporaryFolder.make(*os.path.split(guardians.REPORTS_FOLDER), guardians.reports_name(token))
+            os.mkfifo(path, mode=0o600)
+            # O_RDWR keeps a writer open, so that the reader never sees an end of file.
+            self._fifo = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
+            self._reader.start()
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Send a signal to the guardian process of a rank on this host, if the guardian is alive."""
+        with contextlib.suppress(KeyError):
+            self._guardians[rank].send(number)
+
+    def close(self) -> None:
+        """Process the reports that have already been written, and remove the FIFO."""
+        if self._reader is not None:
+            os.write(self._fifo, _OVER)
+            self._reader.join()
+            os.close(self._fifo)
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _read(self) -> None:
+        with open(self._fifo, "rb", closefd=False) as lines:
+            for line in iter(lines.readline, _OVER):
+                rank, what, number = line.decode().split()
+                if what == "guarded":
+                    with contextlib.suppress(ProcessLookupError):  # raised if the guardian has just ended
+                        self._guardians[int(rank)] = guardians.ProcessHandle(int(number))
+                elif what == "ended" and int(rank) in self._guardians:
+                    self._guardians.pop(int(rank)).close()
+                self._forward(line.decode().rstrip("\n"))
 
 
 if __name__ == "__main__":

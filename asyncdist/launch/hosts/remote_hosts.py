@@ -205,13 +205,10 @@ class Agent:
         except OSError as error:
             raise local_host.LaunchError(f"{command[0]} cannot be started: {error}") from error
         assert self._process.stdout is not None and self._process.stderr is not None
+        streams = ((self._read, self._process.stdout, "stdout"), (self._warn, self._process.stderr, "stderr"))
         self._readers = [
-            threading.Thread(
-                target=self._reading, args=(self._read, self._process.stdout), name=f"{host.name} stdout", daemon=True
-            ),
-            threading.Thread(
-                target=self._reading, args=(self._warn, self._process.stderr), name=f"{host.name} stderr", daemon=True
-            ),
+            threading.Thread(target=self._reading, args=(read, pipe), name=f"{host.name} {name}", daemon=True)
+            for read, pipe, name in streams
         ]
         for reader in self._readers:
             reader.start()
@@ -295,7 +292,7 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def close(self, patience_s: float = _CLOSE_S) -> None:
+    def close(self, patience_s: float) -> None:
         """End the remaining ranks on the host, and close the connection. Kill ssh after ``patience_s`` seconds."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
@@ -402,11 +399,16 @@ def connected(
             raise local_host.LaunchError("; ".join(f"{', '.join(names)}: {what}" for what, names in problems.items()))
         yield agents
     finally:
-        closing = [threading.Thread(target=agent.close) for agent in agents]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        close_all(agents)
+
+
+def close_all(agents: Sequence[Agent], patience_s: float = _CLOSE_S) -> None:
+    """Close the connections to all hosts at the same time. See :meth:`Agent.close`."""
+    closing = [threading.Thread(target=agent.close, args=(patience_s,)) for agent in agents]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
 
 
 def silences(agents: Sequence[Agent], is_over: threading.Event) -> Iterator[list[Agent]]:

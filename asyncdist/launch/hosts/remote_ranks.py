@@ -1,6 +1,6 @@
 """Starts ranks of a script on several hosts with the variables that torchrun sets: ``asyncdist run --hosts``.
 
-:mod:`asyncdist.launch.local_ranks` supervises them like ranks on this host.
+:mod:`asyncdist.launch.supervision.supervisor` supervises them like ranks on this host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import local_ranks
 from asyncdist.launch.hosts import remote_hosts
 from asyncdist.launch.hosts.remote_hosts import Agent, Host, RemoteRank
-from asyncdist.launch.supervision.restarts import Restarts
+from asyncdist.launch.supervision.supervisor import Event, Supervisor, signals_as_events
 from asyncdist.launchers import child_environment
 from asyncdist.trust import job_secret
 
@@ -35,12 +35,10 @@ def run(
     """
     command = rank_program.rank_command(script, arguments)
     secret = local_ranks.given_secret(environ) or job_secret.draw()
-    events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
-    processes: dict[int, RemoteRank] = {}
-
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with (
         remote_hosts.connected(hosts, ssh, script) as agents,
-        local_ranks.signals_as_events(events),
+        signals_as_events(events),
         remote_hosts.giving_up_silent_hosts(agents),
     ):
         where = [agent for agent in agents for _ in range(agent.host.slots)]
@@ -49,9 +47,7 @@ def run(
         def start_rank(rank: int, variables: Mapping[str, str]) -> RemoteRank:
             return where[rank].start(rank, command, variables, lambda: events.put(("ended", rank)))
 
-        for rank, variables in environments.items():
-            processes[rank] = start_rank(rank, variables)
-        return local_ranks.supervise(processes, events, Restarts(start_rank, environments, 0))
+        return Supervisor(events, start_rank, environments).run()
 
 
 def build_environments(

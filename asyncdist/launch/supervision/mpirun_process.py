@@ -66,11 +66,8 @@ def run(
         token: Token that marks the reports of guardian processes.
         agents: Connections to the agents on the ranks' hosts; empty if the ranks are on this host.
     """
-    with (
-        local_host.shared_file_variables() as variables,
-        _Job(mpirun, command, {**environ, **variables}, ends, token or secrets.token_hex(8), agents) as job,
-    ):
-        code = job.supervise()
+    with local_host.shared_file_variables() as variables:
+        code = _Job(mpirun, command, {**environ, **variables}, ends, token or secrets.token_hex(8), agents).run()
         if code == 0:
             local_host.report_lone_ranks(variables, ends.ranks)
         return code
@@ -103,9 +100,6 @@ class _Job:
         self._have_joined = threading.Event()
         self._has_silent_hosts = False
         self._at_terminal = {0} if is_on_this_host and os.isatty(0) else set()
-        self._signals = launcher_signals.signals_received(
-            lambda number, is_key: self._events.put(("signal", (number, is_key)))
-        )
         self._reports, self._reported = os.pipe()
         self._environ = {
             **environ,
@@ -123,35 +117,34 @@ class _Job:
             path = f"{rank_program.TERMINAL} {''.join(str(number) for number in (1, 2) if os.isatty(number))}"
         return {rank_program.STDIN_VARIABLE: path, **guardians.foreground_variables()}
 
-    def __enter__(self) -> _Job:
+    def run(self) -> int:
+        """Run the job, and return its exit code."""
         if signal.SIGUSR1 in signal.sigpending():  # SIGUSR1 has been blocked since this process started
             signal.sigwait({signal.SIGUSR1})
             local_host.print_launcher_line("no rank has started yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._close)
-            stack.enter_context(self._signals)
-            self._process = self._start()
-            assert self._process.stderr is not None
-            self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
-            self._copier.start()
-            self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
-            self._reader.start()
-            for agent in self._agents:
-                agent.on_report = functools.partial(self._put_report, agent=agent)
-            threading.Thread(target=self._await_end, daemon=True).start()
-            if self._ends.survives and self._agents:
-                threading.Thread(target=self._probe_hosts, daemon=True).start()
-            self._entered = stack.pop_all()
-        return self
+        put = self._events.put
+        try:
+            with launcher_signals.signals_received(lambda number, is_key: put(("signal", (number, is_key)))):
+                self._process = self._start()
+                self._start_threads()
+                return self._supervise()
+        finally:
+            self._have_joined.set()  # ends the probing of hosts
+            for guardian in self._guarded.values():
+                guardian.close()
 
-    def __exit__(self, *_: object) -> None:
-        self._entered.close()
-
-    def _close(self) -> None:
-        self._have_joined.set()  # ends the probing of hosts
-        for guardian in self._guarded.values():
-            guardian.close()
+    def _start_threads(self) -> None:
+        assert self._process.stderr is not None
+        self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
+        self._copier.start()
+        self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
+        self._reader.start()
+        for agent in self._agents:
+            agent.on_report = functools.partial(self._put_report, agent=agent)
+        threading.Thread(target=self._await_end, daemon=True).start()
+        if self._ends.survives and self._agents:
+            threading.Thread(target=self._probe_hosts, daemon=True).start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -174,7 +167,7 @@ class _Job:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun has no handler for it while it starts
         signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
-    def supervise(self) -> int:
+    def _supervise(self) -> int:
         while True:
             match self._next_event():
                 case ("signal", (number, is_key)):
@@ -187,11 +180,7 @@ class _Job:
                     self._end_without(hosts)
                 case ("ended", _):
                     break
-        closing = [threading.Thread(target=agent.close, args=(_AGENT_END_S,)) for agent in self._agents]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        remote_hosts.close_all(self._agents, _AGENT_END_S)
         self._copier.join(_LAST_WORDS_S)  # ssh to an unplugged host may keep the pipe open
         os.close(self._reported)
         self._reader.join(_LAST_WORDS_S)  # guardians may keep the pipe open after mpirun was killed

@@ -11,7 +11,7 @@ carries larger messages.
   has found the matching receive and posts its buffer. Nothing is copied, and no message can be larger than its receive
   buffer, which would end the process.
 - **Streams** need no announcement, because their receives are posted first
-  (:mod:`asyncdist.transports.torch_distributed.gloo_streams`).
+  (:mod:`asyncdist.transports.torch_distributed.gloo_transfers`).
 - **Acknowledgements** in every frame report which sends have completed. Only then does the loop call ``wait()`` on
   these sends, which returns immediately. Dropping a handle without ``wait()`` would block the connection forever.
 - **Loss**: on each of the two groups, a receive from the peer is always posted, and fails when the peer dies. The
@@ -36,16 +36,16 @@ import torch
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Buffer
-from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send, end_process
-from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.gloo_streams import StreamTransfers
+from asyncdist.transports.matching import BufferedMessage, Matcher, Receive, Send, end_process
 from asyncdist.transports.torch_distributed.gloo_transfers import (
     FOREVER,
     TRAILER_NBYTES,
+    StreamTransfers,
     Transfer,
     bytes_tensor,
     readable,
 )
+from asyncdist.transports.torch_distributed.meeting.stores import reason
 
 SLOT_NBYTES: Final = 16384
 #: Format of a frame's header: number of acknowledged frames, and size of the frame in bytes. Entries follow.
@@ -130,6 +130,9 @@ class _Announced:
     def discard(self) -> None:
         self._link.fetch(_Download(self._number, memoryview(bytearray(self.nbytes)), None))
 
+    def fail(self, error: RankLostError) -> None:
+        """Do nothing, because the send fails in the sender's process."""
+
 
 class Link:
     """This rank's end of the connections to one peer. Methods named ``_run_*`` run on threads, all others on the loop.
@@ -207,7 +210,7 @@ class Link:
         return send
 
     def send_granted(self, view: memoryview, tag: int) -> Send:
-        """Start sending a message on a stream's tag, for which the peer posts a receive (see ``gloo_streams``)."""
+        """Start sending a message on a stream's tag, for which the peer posts a receive (see ``gloo_transfers``)."""
         if self.error is None:
             return self._transfers_of(tag).send(view)
         send = Send(self._callbacks, view.nbytes)
@@ -298,7 +301,7 @@ class Link:
             kind, tag, number, nbytes = _ENTRY.unpack_from(frame, position)
             position += _ENTRY.size
             if kind == _MESSAGE:
-                self._matcher.deliver(InlineMessage(self.peer, tag, frame[position : position + nbytes]))
+                self._matcher.deliver(BufferedMessage(self.peer, tag, frame[position : position + nbytes]))
                 position += nbytes
             elif kind == _ANNOUNCE:
                 self._matcher.deliver(_Announced(self, tag, number, nbytes))
@@ -340,7 +343,7 @@ class Link:
             return
         del self._downloads[download.number]
         if download.receive is not None:
-            download.receive.complete()
+            download.receive.done = True
         self._queue(_ENTRY.pack(_LANDED, 0, download.number, 0))
 
     # -- the end ----------------------------------------------------------------------------------------------------

@@ -31,17 +31,16 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Final
 
 from asyncdist._version import describe_version
 from asyncdist.errors import DisagreementError, LateError, TransportError
 from asyncdist.launchers.variables import TorchRendezvous
 from asyncdist.transports.matching import CallbackQueue
-from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.meeting import connecting
+from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting.rendezvous import join_world, open_store
-from asyncdist.transports.torch_distributed.meeting.sealed_store import PAUSE_PER_RANK_S, SealedStore, text_of
+from asyncdist.transports.torch_distributed.meeting.stores import PAUSE_PER_RANK_S, SealedStore, reason, text_of
 from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
@@ -76,9 +75,11 @@ class WorldEntry:
     """Connects this process to a world. Joins the running world, or begins one together with the other ranks.
 
     Attributes:
+        rendezvous: Address and settings by which the ranks find each other.
         common: Part of the store that belongs to the job.
         store: Part of the store that belongs to the world.
         incarnation: Number of restarts of this rank since the world began, or 0 if this process began the world.
+        late_places: Ranks that had no process when the job started.
         vacant: Ranks for which no process had started when this process entered the world.
         nonce: Number that all processes of the world share.
         process: Launcher's name for this process: its rank and the number of restarts by the launcher.
@@ -92,13 +93,14 @@ class WorldEntry:
     """
 
     def __init__(self, rendezvous: TorchRendezvous, timeout_s: float) -> None:
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._first_count = rendezvous.size - rendezvous.empty_count
         self.common = self._open_store().part("asyncdist")
         self.incarnation = 0
-        self.vacant = frozenset(range(self._first_count, rendezvous.size))
+        self.late_places = range(self._first_count, rendezvous.size)
+        self.vacant = frozenset(self.late_places)
         self.process = f"{rendezvous.rank}.{rendezvous.incarnation}"
         self.groups: list[Any] = []
         is_late = rendezvous.rank >= self._first_count
@@ -126,15 +128,15 @@ class WorldEntry:
 
     def _open_store(self) -> SealedStore:
         """Return the job's store. If this process was restarted or joins late, the store must already exist."""
-        if not self._rendezvous.incarnation:
-            return open_store(self._rendezvous, self._deadline)
+        if not self.rendezvous.incarnation:
+            return open_store(self.rendezvous, self._deadline)
         try:
-            return open_store(self._rendezvous, min(self._deadline, time.monotonic() + _REACH_S))
+            return open_store(self.rendezvous, min(self._deadline, time.monotonic() + _REACH_S))
         except TransportError as error:
             raise self._late("the store of the job has closed") from error
 
     def _late(self, why: str) -> LateError:
-        rank = self._rendezvous.rank
+        rank = self.rendezvous.rank
         how = "joins the others" if rank >= self._first_count else "was restarted"
         return LateError(f"rank {rank} {how}, and {why}", rank=rank)
 
@@ -143,16 +145,16 @@ class WorldEntry:
 
         If ``is_late``, this rank had no process when the job started, and never begins a world.
         """
-        left = _entered.get(self._rendezvous, "")
+        left = _entered.get(self.rendezvous, "")
         while True:
             token = left
             if self.common.check([_RUNNING]):
-                token = _check_running(text_of(self.common, _RUNNING), self._rendezvous)
+                token = _check_running(text_of(self.common, _RUNNING), self.rendezvous)
             if token != left:
                 self.store = self.common.part(token)
-                newest = request_welcome(self.store, self._rendezvous, self._has_exited)
+                newest = request_welcome(self.store, self.rendezvous, self._has_exited)
                 if newest is not None:
-                    self.incarnation = self._rendezvous.incarnation
+                    self.incarnation = self.rendezvous.incarnation
                     self.vacant = frozenset(place for place in self.vacant if not newest[place])
                     return token
                 left = token
@@ -162,17 +164,17 @@ class WorldEntry:
             self._check_others()
             if time.monotonic() >= self._deadline:
                 raise TransportError(
-                    f"rank {self._rendezvous.rank} waited, but the other ranks did not begin a world in time"
+                    f"rank {self.rendezvous.rank} waited, but the other ranks did not begin a world in time"
                 )
-            time.sleep(_PERIOD_S + self._rendezvous.size * PAUSE_PER_RANK_S)
+            time.sleep(_PERIOD_S + self.rendezvous.size * PAUSE_PER_RANK_S)
 
     def _begin(self) -> str:
         """Begin a world with all other ranks, and return its token. Retry if a rank is killed before all connect."""
         attempt = 1
         while True:
-            self.store, token = join_world(self._rendezvous, self._deadline - time.monotonic(), self._check_others)
-            if self._rendezvous.admits_restarted:
-                self.store.set(f"process/{self._rendezvous.rank}", self.process)
+            self.store, token = join_world(self.rendezvous, self._deadline - time.monotonic(), self._check_others)
+            if self.rendezvous.admits_restarted:
+                self.store.set(f"process/{self.rendezvous.rank}", self.process)
             try:
                 self.groups = self._make_groups()
                 return token
@@ -180,21 +182,21 @@ class WorldEntry:
                 if attempt == _ATTEMPT_COUNT:
                     raise
                 attempt += 1
-                logger.info("rank %d starts the world again with the other ranks: %s", self._rendezvous.rank, error)
+                logger.info("rank %d starts the world again with the other ranks: %s", self.rendezvous.rank, error)
 
     def _make_groups(self) -> list[Any]:
         """Make the gloo groups of all ranks that begin the world. Raise TransportError if a rank cannot make them."""
-        rank, count = self._rendezvous.rank, self._first_count
+        rank, count = self.rendezvous.rank, self._first_count
         if count == 1:
             return []
         timeout_s = _CONNECT_S + count * _CONNECT_PER_RANK_S
-        return connecting.make_gloo_groups(
+        return gloo_groups.make_agreed_groups(
             self.store,
             rank,
             count,
             connect_s=timeout_s,
             timeout_s=timeout_s,
-            is_loopback=self._rendezvous.is_loopback,
+            is_loopback=self.rendezvous.is_loopback,
         )
 
     def _has_exited(self, rank: int, incarnation: int) -> bool:
@@ -208,12 +210,12 @@ class WorldEntry:
 
     def _check_others(self) -> None:
         """Raise an error if no new world can begin, because a rank has ended and will not be restarted."""
-        if self._rendezvous.admits_restarted and self.common.check([_GONE]):
+        if self.rendezvous.admits_restarted and self.common.check([_GONE]):
             gone = int(text_of(self.common, _GONE))
             raise TransportError(
                 f"rank {gone} was killed and will not be restarted; a new world cannot begin without it", rank=gone
             )
-        if self._rendezvous.incarnation:
+        if self.rendezvous.incarnation:
             if any(self.common.check([f"ended/{other}"]) for other in range(self._first_count)):
                 raise self._late("other ranks have ended")
             if self.common.check([_OVER]):
@@ -334,65 +336,39 @@ class NewcomerConnector:
     """Reads a world's log of new processes, and connects to the processes that :meth:`request` requests.
 
     Args:
-        process: Launcher's name of this process.
-        size: Number of ranks of the world.
-        late_places: Ranks that had no process when the world began.
-        vacant: Ranks for which no process had started when this process arrived.
-        is_loopback: Whether all ranks, including later ones, are on this host.
+        entry: How this process entered the world.
+        callbacks: Queue through which the following functions are called on the loop.
+        on_announced: Function called with the rank and incarnation of each new process.
+        on_connected: Function called with the rank, the incarnation and the two groups of a process when it is
+            connected.
+        on_missed: Function called with the rank and incarnation of a process that leaves before it is connected.
     """
 
     def __init__(
         self,
-        common: SealedStore,
-        store: SealedStore,
-        rank: int,
-        incarnation: int,
-        process: str,
+        entry: WorldEntry,
         callbacks: CallbackQueue,
-        *,
-        running: str,
-        size: int,
-        late_places: Collection[int] = (),
-        vacant: frozenset[int] = frozenset(),
-        is_loopback: bool = False,
+        on_announced: Callable[[tuple[int, int]], None],
+        on_connected: Callable[[tuple[int, int, list[Any]]], None],
+        on_missed: Callable[[tuple[int, int]], None],
     ) -> None:
-        self._is_loopback = is_loopback
-        self._period_s = _PERIOD_S + size * PAUSE_PER_RANK_S
-        self._process = process
-        self._running = running
-        self.incarnation = incarnation
-        self.late_places = late_places
-        self.vacant = vacant
-        self._common = common
-        self._store = store
-        self._rank = rank
+        self._entry = entry
+        self._rank = entry.rendezvous.rank
+        self._incarnation = entry.incarnation
+        self._store = entry.store
+        self._period_s = _PERIOD_S + entry.rendezvous.size * PAUSE_PER_RANK_S
         self._callbacks = callbacks
+        self._on_announced = on_announced
+        self._on_connected = on_connected
+        self._on_missed = on_missed
         # Incarnation to connect to, and whether to welcome it, keyed by rank.
         self._requested: dict[int, tuple[int, bool]] = {}
         self._guard = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncdist-newcomers", daemon=True)
-        self._on_announced: Callable[[tuple[int, int]], None]
-        self._on_connected: Callable[[tuple[int, int, list[Any]]], None]
-        self._on_missed: Callable[[tuple[int, int]], None]
 
-    def start(
-        self,
-        on_announced: Callable[[tuple[int, int]], None],
-        on_connected: Callable[[tuple[int, int, list[Any]]], None],
-        on_missed: Callable[[tuple[int, int]], None],
-    ) -> None:
-        """Start reading the log. The functions are called on the loop.
-
-        Args:
-            on_announced: Function called with the rank and incarnation of each new process.
-            on_connected: Function called with the rank, the incarnation and the two groups of a process when it is
-                connected.
-            on_missed: Function called with the rank and incarnation of a process that leaves before it is connected.
-        """
-        self._on_announced = on_announced
-        self._on_connected = on_connected
-        self._on_missed = on_missed
+    def start(self) -> None:
+        """Start reading the log."""
         self._thread.start()
 
     def request(self, rank: int, incarnation: int, *, welcomes: bool) -> None:
@@ -408,20 +384,20 @@ class NewcomerConnector:
         """Stop connecting to processes, and record that this process has left the world."""
         self._closing.set()
         try:
-            self._store.set(f"closed/{self._rank}.{self.incarnation}", "")
+            self._store.set(f"closed/{self._rank}.{self._incarnation}", "")
         except RuntimeError as error:
             logger.debug("the store has closed: %s", reason(error))
         self._thread.join(_PAIR_S)
 
     def _run(self) -> None:
         try:
-            store, common = self._store.clone(), self._common.clone()
+            store, common = self._store.clone(), self._entry.common.clone()
             number = 1
             recorded: set[str] = set()
             for look in itertools.count():
                 try:
                     if look % _LOOKS_PER_RENEWAL == 0:  # Another user of this host may have deleted the name.
-                        common.compare_set(_RUNNING, "", self._running)
+                        common.compare_set(_RUNNING, "", self._entry.running)
                     number = self._read_log(store, number)
                     self._connect_to_requested(store, recorded)
                 except RuntimeError as error:  # Another user may have deleted a value during the read.
@@ -444,7 +420,7 @@ class NewcomerConnector:
             rank, incarnation = entry
             if rank != self._rank:
                 self._callbacks.put(self._on_announced, (rank, incarnation))
-            elif incarnation > self.incarnation:
+            elif incarnation > self._incarnation:
                 store.set(f"lives/{rank}.{incarnation}", "")
         return number
 
@@ -452,11 +428,11 @@ class NewcomerConnector:
         with self._guard:
             requested = dict(self._requested)
         for rank, (incarnation, welcomes) in requested.items():
-            names = sorted([(self._rank, self.incarnation), (rank, incarnation)])
+            names = sorted([(self._rank, self._incarnation), (rank, incarnation)])
             place = "meeting " + " ".join(f"{one}.{theirs}" for one, theirs in names)
             if place not in recorded:
                 recorded.add(place)
-                store.set(f"{place}/{self._rank}", self._process)
+                store.set(f"{place}/{self._rank}", self._entry.process)
             welcome = f"welcome/{rank}.{incarnation}"
             if welcomes and welcome not in recorded:
                 recorded.add(welcome)
@@ -490,7 +466,7 @@ class NewcomerConnector:
 
     def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
         """Return new gloo groups of this rank and ``rank``. Raise TransportError if several attempts fail."""
-        store, common = self._store.clone(), self._common.clone()
+        store, common = self._store.clone(), self._entry.common.clone()
         process = text_of(store, f"{place}/{rank}")
 
         def check() -> None:
@@ -503,13 +479,13 @@ class NewcomerConnector:
             part = store.part(f"{place}/{number}")
             try:
                 check()
-                return connecting.make_gloo_groups(
+                return gloo_groups.make_agreed_groups(
                     part,
                     int(self._rank > rank),
                     2,
                     connect_s=connect_s,
                     timeout_s=_PAIR_S,
-                    is_loopback=self._is_loopback,
+                    is_loopback=self._entry.rendezvous.is_loopback,
                     check=check,
                 )
             except _EndedError:

@@ -23,20 +23,22 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncdist._version import describe_version
 from asyncdist.errors import DisagreementError, TransportError
 from asyncdist.launchers import detection, job_rendezvous
 from asyncdist.launchers.variables import TorchRendezvous
-from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.meeting import serving
-from asyncdist.transports.torch_distributed.meeting.sealed_store import (
+from asyncdist.transports.torch_distributed.meeting import stores
+from asyncdist.transports.torch_distributed.meeting.stores import (
     PAUSE_PER_RANK_S,
     Refusals,
     SealedStore,
+    reason,
     text_of,
 )
 
@@ -387,7 +389,7 @@ def _describe_wait(rendezvous: TorchRendezvous) -> str:
 
 def _serve(rendezvous: TorchRendezvous, port: int) -> Any:
     try:
-        return serving.serve(rendezvous.address, port, size=rendezvous.size)
+        return stores.serve(rendezvous.address, port, size=rendezvous.size)
     except RuntimeError as error:
         raise TransportError(
             f"rank 0 cannot serve the job's store at {_address_text(rendezvous, port)}: {reason(error)}", port=port
@@ -408,14 +410,20 @@ def _reach(rendezvous: TorchRendezvous, port: int, deadline: float) -> Any:
             )
 
     timeout_s = max(_SHORTEST_CONNECT_S, deadline - time.monotonic())
+    within = min(timedelta(seconds=timeout_s), stores.TIMEOUT)
     try:
-        store = serving.connect(rendezvous.address, port, rendezvous.size, timeout_s, notice_s=NOTICE_S, notice=warn)
+        store = stores.answered(
+            lambda: TCPStore(rendezvous.address, port, rendezvous.size, False, within, wait_for_workers=False),
+            timeout_s,
+            notice_s=NOTICE_S,
+            notice=warn,
+        )
     except RuntimeError as error:
         raise TransportError(
             f"rank {rendezvous.rank} cannot use the job's store at {_address_text(rendezvous, port)}: {reason(error)}",
             port=port,
         ) from error
-    store.set_timeout(serving.TIMEOUT)
+    store.set_timeout(stores.TIMEOUT)
     return store
 
 

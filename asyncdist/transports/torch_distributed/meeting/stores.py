@@ -1,27 +1,35 @@
-"""Authenticates the values of a torch.distributed store with the job's secret.
+"""Creates, reaches and authenticates torch's key-value stores, through which the processes of a job find each other.
 
-torch's store has no authentication, so any process that reaches its port can read and write all keys. This module
-writes each value with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and ignores values without a valid seal.
+torch's store has no authentication, so any process that reaches its port can read and write all keys.
+:class:`SealedStore` writes each value with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and ignores values
+without a valid seal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from asyncdist import environment
-from asyncdist.launchers import detection
+from asyncdist.launchers import addresses, detection
 from asyncdist.trust.job_secret import JobSecret
 from asyncdist.validation import printable
 
-logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.sealed_store")
+logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.stores")
 
+TIMEOUT: Final = timedelta(seconds=60)
+#: Seconds added to the timeout for connecting, so that torch's own error, which is more precise, is raised first.
+_MARGIN_S: Final = 1.0
 #: Seconds that ``get`` waits for a value with a valid seal, as torch's store waits for any value.
 _TIMEOUT_S: Final = 60.0
 _PAUSE_S: Final = 0.01
@@ -35,6 +43,71 @@ _NOTHING: Final = "?"
 #: Maximum number of times that ``compare_set`` overwrites a value without a valid seal that another process keeps
 #: writing.
 _ATTEMPT_COUNT: Final = 8
+
+
+def reason(error: RuntimeError) -> str:
+    """Return the message of a torch error without source location, advice and stack."""
+    text = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", text)
+
+
+def serve(address: str, port: int, *, size: int | None = None, is_open: bool = False) -> Any:
+    """Serve a store on one address of this host, or on all its addresses.
+
+    Args:
+        address: Address to which the other processes connect. If it is a host name, the store listens on all addresses.
+        port: Port of the store, or 0 to let the system choose one.
+        size: Number of processes, or None if unknown.
+        is_open: Whether to listen on all addresses, because processes know the host by different addresses.
+    """
+    listener = None if is_open else addresses.listen_at(address, port)
+    shares_process = port != 0  # Share a store that the user's program serves on this port.
+    listening: dict[str, Any] = {}
+    if listener is not None:
+        port = listener.getsockname()[1]
+        listening["master_listen_fd"] = listener.detach()
+    return TCPStore(
+        address, port, size, True, TIMEOUT, wait_for_workers=False, multi_tenant=shares_process, **listening
+    )
+
+
+def answered(
+    connect: Callable[[], Any],
+    timeout_s: float,
+    *,
+    notice_s: float = math.inf,
+    notice: Callable[[], object] = lambda: None,
+) -> Any:
+    """Return the store to which ``connect`` connects.
+
+    torch's client waits forever, and ignores signals, if the process that listens at the port does not answer. A web
+    server, for example, waits for the end of a line. ``connect`` is therefore called in a separate thread, which is
+    abandoned after the timeout.
+
+    Args:
+        timeout_s: Timeout in seconds, which ``connect`` should also observe.
+        notice_s: Seconds after which ``notice`` is called.
+
+    Raises:
+        RuntimeError: ``connect`` has not returned in time, or has raised this error.
+    """
+    connected: Future[Any] = Future()
+
+    def try_to_connect() -> None:
+        try:
+            connected.set_result(connect())
+        except BaseException as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=try_to_connect, name="asyncdist-store", daemon=True).start()
+    if notice_s < timeout_s:
+        with contextlib.suppress(TimeoutError):
+            return connected.result(notice_s)
+        notice()
+        timeout_s -= notice_s
+    with contextlib.suppress(TimeoutError):
+        return connected.result(timeout_s + _MARGIN_S)
+    raise RuntimeError("the process that listens there does not answer; another program may use the port")
 
 
 def text_of(store: Any, key: str) -> str:
