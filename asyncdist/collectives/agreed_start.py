@@ -64,7 +64,8 @@ class Start(Generic[T]):
 
         The work must await this method first, and must then run to its end.
         """
-        agreed = await self._agreements.meet(self.meeting, values, caller=self, **options)
+        self._has_joined = True  # From now on, cancelling the caller no longer stops the work.
+        agreed = await self._agreements.meet(self.meeting, values, on_late=self.on_timeout, **options)
         self._is_on = True
         return agreed
 
@@ -74,13 +75,6 @@ class Start(Generic[T]):
         Called when all members have joined. Even after a late join, they then have a few seconds to start.
         """
         return max(round(self.meeting.began_at + timeout_s - self._loop.time(), 3), MEMBER_PATIENCE_S)
-
-    def on_asked(self) -> None:
-        """Record that this rank has joined the agreement.
-
-        From now on, cancelling the caller no longer stops the work.
-        """
-        self._has_joined = True
 
     def on_timeout(self, error: StartTimeoutError) -> None:
         """Raise ``error`` in the caller, whose timeout has passed. The work continues, and its result is released."""

@@ -191,7 +191,7 @@ class Peers:
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
         message, source = envelope.message, envelope.source
-        if isinstance(message, messages.Keyed):
+        if isinstance(message, (messages.Keyed, messages.Spread)):
             message.key.check(self._services.size)
         _HANDLERS[type(message)](self, message, source)
         self._services.engine.recheck()

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
+from asyncdist.collectives.agreement.absences import Absences
 from asyncdist.collectives.agreement.messages import (
     AgreementKey,
     Gathered,
@@ -26,7 +27,6 @@ from asyncdist.collectives.agreement.messages import (
 from asyncdist.collectives.agreement.relays import Relays
 from asyncdist.collectives.agreement.verdicts import (
     POSTPONED,
-    Absences,
     LateDecisions,
     check_room,
     first_difference,
@@ -82,7 +82,7 @@ class LedAgreements:
             AgreementKey, tuple[Objection, int]
         ] = {}  # objections that take effect when a member answers that it has not joined
 
-    def decide(self, meeting: Meeting, gone: tuple[int, ...], waited_s: float) -> tuple[Verdict, Join]:
+    def decide(self, meeting: Meeting, waited_s: float) -> tuple[Verdict, Join]:
         """Decide an agreement that this rank has joined.
 
         Return the decision and the first of the compared join messages.
@@ -91,7 +91,7 @@ class LedAgreements:
         joins = self.joins.pop(key)
         missing = tuple(rank for rank in ranks if rank not in joins)
         compared = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
-        verdict = judge(joins, compared, missing, gone, self._absences.lost_to(key), waited_s)
+        verdict = judge(joins, compared, missing, self._absences.of(meeting), self._absences.lost_to(key), waited_s)
         self._notify_others(joins, verdict)
         self._keep_for(missing, verdict)
         return verdict, joins[compared[0]]
