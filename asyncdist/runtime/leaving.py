@@ -12,7 +12,7 @@ from typing import Final
 
 from asyncdist.errors import LocalProtocolError
 from asyncdist.runtime.departing.departures import Stage
-from asyncdist.runtime.failing.failure import Everybody
+from asyncdist.runtime.failing.failure import all_others_in
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
@@ -64,12 +64,12 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         )
         return
     await world.services.engine.until(
-        Everybody(world, transport, world.peers.answered, world.services.left),
+        all_others_in(world, transport, world.peers.answered, world.services.left),
         WaitId(WaitKind.OTHERS_ENDED),
     )
     # The other ranks are about to end. The wait is bounded, because a corrupted Finalize message may have been dropped.
     await world.services.engine.until(
-        Everybody(world, transport, world.peers.answered),
+        all_others_in(world, transport, world.peers.answered),
         WaitId(WaitKind.FINALIZE_MESSAGES),
         deadline=asyncio.get_running_loop().time() + _FINALIZE_S,
     )
@@ -79,7 +79,7 @@ def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
     announcements = world.peers.announcements
     if announcements is not None:
         return lambda: announcements.stage >= Stage.LEFT
-    return Everybody(world, transport, world.services.left, world.peers.answered)
+    return all_others_in(world, transport, world.services.left, world.peers.answered)
 
 
 async def _flush(world: World) -> None:

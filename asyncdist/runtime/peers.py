@@ -100,7 +100,7 @@ class Peers:
     """
 
     def __init__(self, services: Services, group: Group) -> None:
-        self.answered: set[int] = set()
+        self.answered = RankSet()
         self.warns_of_losses = False
         self.attendance = MembershipLog()
         self._services = services

@@ -8,7 +8,7 @@ import logging
 import math
 import multiprocessing
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -24,6 +24,7 @@ from asyncdist.runtime.signals import SIGNALS, Interrupts, interrupt_error
 from asyncdist.runtime.stall_warnings import describe_wait, frames_of
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
+from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
 from asyncdist.wording import ranks_in_words
 
@@ -138,7 +139,7 @@ async def fail(
     began_at = loop.time()
     abort_s = max(grace_s, launcher_signals.STOP_S) if is_stop(error) and not in_process else grace_s
     report_at, notify_silent_at = began_at + grace_s, began_at + min(_NOTIFY_SILENT_S, grace_s / 3)
-    has_everybody_answered = Everybody(world, transport, world.peers.answered)
+    has_everybody_answered = all_others_in(world, transport, world.peers.answered)
 
     def settled() -> bool:
         return from_peer or has_everybody_answered() or world.peers.is_failure_led_by_lower_rank
@@ -317,35 +318,14 @@ def uncancel() -> None:
         pass
 
 
-class Everybody:
-    """Callable that returns whether every other rank is lost or in one of several sets, which mostly grow.
+def all_others_in(world: World, transport: Transport, *groups: RankSet) -> Callable[[], bool]:
+    """Return a function that returns whether every other rank is lost, or in one of the sets, which may change."""
 
-    The check runs for each message, even with thousands of ranks, so it first compares the sizes of the sets.
-    """
+    def is_complete() -> bool:
+        found = RankSet(transport.lost_ranks())
+        found.add(world.rank)
+        for group in groups:
+            found |= group
+        return len(found) == world.size
 
-    def __init__(self, world: World, transport: Transport, *groups: Collection[int]) -> None:
-        self._groups = groups
-        self._own_rank = world.rank
-        self._size = world.size
-        self._transport = transport
-        self._found_count = 0  # all ranks below this number have been found, possibly before a restart
-
-    def __call__(self) -> bool:
-        """Return whether every other rank is lost, or in one of the sets of ranks passed to the constructor."""
-        lost = self._transport.lost_ranks()
-        groups = (*self._groups, lost) if lost else self._groups
-        counts = [len(group) - (self._own_rank in group) for group in groups]
-        if max(counts) == self._size - 1:
-            return True
-        if sum(counts) < self._size - 1:  # At least one rank is in none of the sets.
-            return False
-        self._found_count = self._first_missing(self._found_count, groups)
-        if self._found_count == self._size:  # A restarted rank may have been removed from its set.
-            self._found_count = self._first_missing(0, groups)
-        return self._found_count == self._size
-
-    def _first_missing(self, rank: int, groups: Collection[Collection[int]]) -> int:
-        """Return the first rank, from ``rank``, that is in none of the sets, or the number of ranks."""
-        while rank < self._size and (rank == self._own_rank or any(rank in group for group in groups)):
-            rank += 1
-        return rank
+    return is_complete
