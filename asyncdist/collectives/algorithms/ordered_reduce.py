@@ -91,36 +91,29 @@ class BufferPool:
             self._kept = memory
 
 
-class Into:
-    """Destination of a reduction's result: a 1-D tensor of the input's length, or the input itself."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 async def fold_in_shares(
-    engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
+    engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Tensor | Bucket
 ) -> None:
     """Reduce every member's tensor ``flat`` in rank order, and write the result to ``target``. All members await this.
 
     Args:
         group: Group of two or more members. No other messages may be in progress on its tag.
         flat: 1-D contiguous CPU tensor of equal length and dtype on all members.
-        target: Destination of the result. If it is a bucket, its tensors are copied piece by piece to ``flat``, the
-            bucket's flat tensor.
+        target: Destination of the result: a 1-D tensor of the length of ``flat``, which may be ``flat``, or a bucket. A
+            bucket's tensors are first copied piece by piece to ``flat``, the bucket's flat tensor.
     """
     await _Folding(engine, pool, group, flat, fold, target).run()
 
 
 class _Folding:
     def __init__(
-        self, engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
+        self, engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Tensor | Bucket
     ) -> None:
         self._engine = engine
         self._group = group
         self._flat = flat
         self._fold = fold
-        self._result = target.tensor if isinstance(target, Into) else None
+        self._result = None if isinstance(target, Bucket) else target
         self._bucket = target if isinstance(target, Bucket) else None
         share_count = -(-min(PIECE_NBYTES // flat.itemsize, len(flat)) // group.size)
         self._pieces = list(pieces(len(flat), group.size, share_count))
