@@ -481,16 +481,17 @@ def rank_options(
         watchdogs = WatchdogOptions(watchdog_s, COLLECTIVE_STALL_S, stall_aborts, True, STALL_S)
     else:
         watchdogs = WatchdogOptions(watchdog_s, chosen, stall_aborts, False, chosen)
-    folder = environment.record() if record is None else record
-    sinks = destinations(environment.metrics(), environment.METRICS_VARIABLE) if metrics is None else None
+    folder = environment.setting(environment.RECORD_VARIABLE) if record is None else record
+    variable = environment.METRICS_VARIABLE
+    sinks = destinations(environment.setting(variable), variable) if metrics is None else destinations(metrics)
     return RankOptions(
         grace_s,
         strict,
         watchdogs,
         RecordOptions.of(folder, limit_nbytes),
-        destinations(metrics) if sinks is None else sinks,
+        sinks,
         tells=True,
-        last_counters=environment.last_counters(),
+        last_counters=environment.setting(environment.LAST_COUNTERS_VARIABLE),
     )
 
 

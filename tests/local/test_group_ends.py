@@ -33,7 +33,7 @@ def nothing_is_kept(world: World) -> bool:
         world.peers.groups.ledger._entries
         or world.peers.groups.ledger._early
         or attendance._freed
-        or attendance._spoiled
+        or attendance.spoiled_tags
     )
 
 
