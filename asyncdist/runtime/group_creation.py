@@ -1,7 +1,7 @@
 """Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
 All members agree first, so that either all or none of them make the group. A rank makes one group at a time
-(:mod:`asyncdist.collectives.start_turns`), because two concurrent groups would get the same tag.
+(:class:`asyncdist.collectives.agreed_start.Turns`), because two concurrent groups would get the same tag.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from asyncdist import validation
-from asyncdist.collectives.agreed_start import Start, assemble, start_together
+from asyncdist.collectives.agreed_start import Start, Turns, assemble, start_together
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Losses
 from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.group_ledger import GroupLedger
 from asyncdist.collectives.groups import Group, check_ranks, free_all, short
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.start_turns import Turns
 from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
@@ -46,7 +45,6 @@ class GroupCreation:
         collectives: Collectives,
         attendance: MembershipLog,
         system: Channel[object],
-        turns: Turns,
     ) -> None:
         self._attendance = attendance
         self.ledger = GroupLedger(attendance, self._free, self._forget)
@@ -54,7 +52,7 @@ class GroupCreation:
         self._agreements = agreements
         self._collectives = collectives
         self._system = system
-        self._turns = turns
+        self._turns = Turns(services, agreements)
 
     async def new_groups(
         self, lists: Iterable[Sequence[int]], timeout_s: float, *, part_of: Start[Any] | None = None

@@ -25,7 +25,6 @@ from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.group_ledger import Freed
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.start_turns import Turns
 from asyncdist.errors import BusyError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
@@ -93,7 +92,6 @@ class Peers:
 
     Attributes:
         answered: Ranks that have acknowledged a failure, have failed, or have ended.
-        turns: Queue in which the blocking collective starts of this rank wait for their turn.
         announcements: Exchange of end notices along the tree, or None if this rank notifies all others directly.
         warns_of_losses: Whether the lowest present rank logs a warning for each lost rank. False if the launcher or the
             transport logs the losses.
@@ -119,10 +117,7 @@ class Peers:
         self.agreements = Agreements(services.engine, self._system, services.rank)
         self.agreements.is_unmet = services.is_unmet
         self.collectives = Collectives(services.engine, services.rank, services.spawn_service, self.attendance)
-        self.turns = Turns(services, self.agreements)
-        self.groups = GroupCreation(
-            services, self.agreements, self.collectives, self.attendance, self._system, self.turns
-        )
+        self.groups = GroupCreation(services, self.agreements, self.collectives, self.attendance, self._system)
         self.announcements: Announcements | None = None
         if services.size > FLAT_SIZE_MAX and not services.may_return:
             self.announcements = Announcements(services, group.ranks, self._on_departure, self._on_failure)

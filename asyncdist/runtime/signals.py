@@ -224,26 +224,28 @@ def _restore_signals_in_child() -> None:
             signal.signal(number, handler)
 
 
-class _Held:
-    """Blocks signals during a fork. Otherwise, a child would lose signals that arrive before its handlers are set."""
+#: Signal mask of each thread before it forked.
+_masks: Final = threading.local()
 
-    def __init__(self) -> None:
-        self._masks = threading.local()
 
-    def hold(self) -> None:
-        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+def _hold_signals() -> None:
+    """Block signals during a fork. Otherwise, a child would lose signals that arrive before its handlers are set."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def release(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
-    def release_in_child(self) -> None:
-        _restore_signals_in_child()
-        self.release()
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _release_signals_in_child() -> None:
+    _restore_signals_in_child()
+    _release_signals()
 
 
 if hasattr(os, "register_at_fork"):
-    _held = _Held()
-    os.register_at_fork(before=_held.hold, after_in_parent=_held.release, after_in_child=_held.release_in_child)
+    os.register_at_fork(
+        before=_hold_signals, after_in_parent=_release_signals, after_in_child=_release_signals_in_child
+    )
 
 
 def _default_handler(number: int) -> Any:

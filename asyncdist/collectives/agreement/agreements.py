@@ -9,7 +9,7 @@ therefore gets an error instead of hanging. A member that cannot start, for exam
 Other modules handle special cases:
 
 - :mod:`asyncdist.collectives.agreement.rival_starts`: members wait for each other in agreements with different leaders.
-- :mod:`asyncdist.collectives.start_turns`: starts must not overlap.
+- :class:`asyncdist.collectives.agreed_start.Turns`: starts must not overlap.
 - :mod:`asyncdist.collectives.agreed_start`: members give up.
 - :mod:`asyncdist.collectives.agreement.termination`: a leader is lost after it has notified only some members.
 - :mod:`asyncdist.collectives.agreement.relays`: the messages of large groups are relayed along a tree.

@@ -32,7 +32,7 @@ class AgreementKey:
     Attributes:
         subject: Name of the operation that the members start.
         occurrence: Number of this start of the operation by these ranks, from 1, or 0 in a key for all starts.
-        is_second: Whether this is the second agreement of a start (:mod:`asyncdist.collectives.start_turns`).
+        is_second: Whether this is the second agreement of a start (:class:`asyncdist.collectives.agreed_start.Turns`).
     """
 
     subject: str

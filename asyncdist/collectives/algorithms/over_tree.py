@@ -50,23 +50,18 @@ Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
-    """A member's child in the tree of a collective. The child's subtree has the members ``number`` to ``last``."""
-
-    rank: int
-    number: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
 class TreePosition:
-    """A member's position in the tree of a collective. The member's subtree has the members ``number`` to ``last``."""
+    """A member's position in the tree of a collective. The member's subtree has the members ``number`` to ``last``.
+
+    Attributes:
+        children: Rank of each child, and the first and the last number in its subtree.
+    """
 
     tag: int
     number: int
     last: int
     parent: int | None
-    children: tuple[Child, ...]
+    children: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, group: Group, top: int) -> TreePosition:
@@ -80,7 +75,7 @@ class TreePosition:
             number,
             last,
             ranks[(above[-1] + shift) % size] if above else None,
-            tuple(Child(ranks[(first + shift) % size], first, end) for first, end in halves(number, last)),
+            tuple((ranks[(first + shift) % size], first, end) for first, end in halves(number, last)),
         )
 
 
@@ -185,9 +180,9 @@ async def _collect(engine: Engine, position: TreePosition, view: memoryview, str
     """
     tag = position.tag
     error: AsyncdistError | None = None
-    for child in position.children:  # Continue after an error, because the next child waits for its send.
-        low, high = stretch(child.number, child.last)
-        failed = await attempt(receive_in_pieces(engine, view, low, high, child.rank, tag))
+    for rank, first, last in position.children:  # Continue after an error, because the next child waits for its send.
+        low, high = stretch(first, last)
+        failed = await attempt(receive_in_pieces(engine, view, low, high, rank, tag))
         error = error or failed
     if position.parent is None:
         return error
@@ -218,9 +213,7 @@ async def _spread(
         error: Earlier error on this member, of which its children are notified.
     """
     has = has or _nothing
-    feeds = [
-        _Feed(engine, position.tag, view, child.rank, has(child.number, child.last)) for child in position.children
-    ]
+    feeds = [_Feed(engine, position.tag, view, rank, has(first, last)) for rank, first, last in position.children]
     own = has(position.number, position.last)
     try:
         if position.parent is not None:
