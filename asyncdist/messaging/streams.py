@@ -12,7 +12,6 @@ end, and :mod:`asyncdist.messaging.user_streams` contains direct writes into the
 
 from __future__ import annotations
 
-import enum
 import functools
 import heapq
 from collections import Counter, defaultdict, deque
@@ -128,13 +127,6 @@ class StreamEnd:
             raise TimeoutError(f"the {self._what} did not complete in time")
 
 
-class _State(enum.Enum):
-    STEPPED = enum.auto()  #: the caller posts receives through ``chunks``, or ``arrival`` and ``post_up_to``
-    CONTINUOUS = enum.auto()  #: each arriving chunk posts the next receive
-    DISCARDING = enum.auto()  #: the receiver has given up, and discards chunks until the sender finishes or aborts
-    ENDED = enum.auto()  #: the slot has been freed or retired
-
-
 class InboundStream(StreamEnd):
     """Receives the chunks of one stream into given buffers, with a window of posted receives.
 
@@ -178,7 +170,8 @@ class InboundStream(StreamEnd):
         self._pacer = pacer
         self._cancel = cancel
         self._window = window
-        self._state = _State.STEPPED
+        self._flows = False  # whether each arriving chunk posts the next receive
+        self._discards = False  # whether chunks are discarded until the sender finishes or aborts
         self._posted: dict[int, Request] = {}
         self._post_count = self._post_limit = 0
         self._posting = False
@@ -231,7 +224,7 @@ class InboundStream(StreamEnd):
 
     def flow(self) -> None:
         """Let each arriving chunk post the next receive. All targets must be different buffers."""
-        self._state = _State.CONTINUOUS
+        self._flows = True
         self._post_next()  # Continue after the chunks that have already arrived.
 
     def _post_next(self) -> None:
@@ -309,9 +302,9 @@ class InboundStream(StreamEnd):
                 self._targets = [*self._targets, *self._more()]
                 self._more = None
                 self._message_count = len(self._targets)
-        if self._state is _State.DISCARDING:
+        if self._discards:
             self._discard_more()
-        elif self._state is _State.CONTINUOUS and self._error is None and not self._answered:
+        elif self._flows and self._error is None and not self._answered:
             self._post_next()
 
     def finish(self, cancel: Callable[[InboundStream], None]) -> None:
@@ -323,7 +316,7 @@ class InboundStream(StreamEnd):
                 self._slots.received_nbytes += self.received_nbytes
             self._give_back()
         else:
-            self._state = _State.DISCARDING
+            self._discards = True
             self._slots.discarding_count += 1
             try:
                 cancel(self)
@@ -349,20 +342,19 @@ class InboundStream(StreamEnd):
             self.post_up_to(self._arrived_count + max(1, self._window))
 
     def _give_back(self) -> None:
-        self._state = _State.ENDED
         self._withdraw()
         self._slots.give_back(self._peer, self.slot)
 
     def _retire(self) -> None:
         """Never reuse the stream's slot, because the lost sender may still write to the stream's memory."""
         self._slots.retired_counts[self._peer] += 1
-        self._state = _State.ENDED
         self._withdraw()
         if self._kept is not None:
             self._slots.kept.append(self._kept)
 
     def _withdraw(self) -> None:
         """Cancel the posted receives, because no further message will arrive on this slot."""
+        self._flows = self._discards = False
         if self._posted:
             for request in list(self._posted.values()):
                 request.cancel()
