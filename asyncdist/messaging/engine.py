@@ -467,9 +467,8 @@ class Engine(Poller):
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
-            result = await self.settled_by(
-                task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False
-            )  # the end of the collective is recorded instead
+            # The end of the collective is recorded instead of the end of the wait.
+            result = await self.settled_by(task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False)
         except AsyncdistError:
             await self.note_failed()
             raise

@@ -146,9 +146,8 @@ class DirectWriteSender:
         """Send the number of bytes that were written directly, and then the remaining bytes as messages."""
         what = WaitId(WaitKind.WRITTEN_NBYTES, peer=self.stream.dest, number=self.stream.slot)
         nbytes = self._engine.measured(what, self.tail.written_nbytes)
-        while self.tail.written_nbytes < nbytes and self.tail.write_piece(
-            PIECE_NBYTES
-        ):  # a replay writes as much as the recording
+        # A replay writes as much as the recording.
+        while self.tail.written_nbytes < nbytes and self.tail.write_piece(PIECE_NBYTES):
             pass
         self.tail.written_nbytes = min(self.tail.written_nbytes, nbytes)
         count = memoryview(self.tail.written_nbytes.to_bytes(_COUNT_NBYTES, "little"))

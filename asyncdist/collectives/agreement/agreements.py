@@ -455,7 +455,7 @@ class Agreements:
         if not self.termination.excludes(spread.key, source):
             self.termination.keep(spread.verdict)
             self.relays.spread(spread.verdict, spread.leader, ranks)
-            if ranks >> self._rank & 1:
+            if self._rank in ranks:
                 self._handle_verdict(spread.verdict)
 
     def _handle_verdict(self, verdict: Verdict) -> None:

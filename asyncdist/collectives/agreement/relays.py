@@ -55,17 +55,17 @@ _KEPT_COUNT_MAX: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class _TreePosition:
-    """Position of one rank in the tree of an agreement. Integers represent sets of ranks, with one bit per rank.
+    """Position of one rank in the tree of an agreement.
 
     Attributes:
-        parts: Pairs of a child's rank and the set of ranks in that child's subtree.
-        everybody: Set of all ranks in this rank's subtree, including this rank.
+        parts: Pairs of a child's rank and the ranks in that child's subtree.
+        everybody: All ranks in this rank's subtree, including this rank.
         levels: Number of tree levels below this rank.
     """
 
     parent: int
-    parts: tuple[tuple[int, int], ...]
-    everybody: int
+    parts: tuple[tuple[int, RankSet], ...]
+    everybody: RankSet
     levels: int
 
 
@@ -74,15 +74,15 @@ class _SubtreeJoins:
     """Joins of one agreement that have arrived from this rank's subtree.
 
     Attributes:
-        ranks: Bit set of the ranks that have joined.
-        ranks_by_values: Joined ranks not yet reported to the parent, as a bit set for each set of named values.
+        ranks: Ranks that have joined.
+        ranks_by_values: Joined ranks not yet reported to the parent, for each set of named values.
         taken: Resource numbers, such as group tags, in use on unreported ranks.
         marks: Up to two different numbers that unreported ranks passed as their ``mark``.
         late_count: Number of reports sent to the parent.
     """
 
-    ranks: int = 0
-    ranks_by_values: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
+    ranks: RankSet = field(default_factory=RankSet)
+    ranks_by_values: dict[tuple[tuple[str, str], ...], RankSet] = field(default_factory=dict)
     taken: Runs = ()
     marks: tuple[int, ...] = ()
     late_count: int = 0
@@ -118,25 +118,27 @@ class Relays:
 
     def join(self, join: Join, leader: int) -> None:
         """Record that this rank joins an agreement, and report this to its parent in the tree immediately or later."""
-        self._note(join, leader, 1 << self._rank)
+        self._note(join, leader, RankSet((self._rank,)))
 
     def on_gathered(self, gathered: Gathered) -> None:
         """Record that ranks in this rank's subtree have joined, and report this to its parent immediately or later."""
         self._note(gathered, gathered.leader, self.ranks_of(gathered))
 
-    def ranks_of(self, message: Gathered | Spread) -> int:
-        """Return a message's ranks as a bit set. Raise RemoteProtocolError if a rank is not in this rank's subtree."""
+    def ranks_of(self, message: Gathered | Spread) -> RankSet:
+        """Return a message's ranks. Raise RemoteProtocolError if a rank is not in this rank's subtree."""
         position = self._position(message.key, message.leader)
         are_ranks = all(0 <= first <= last < self._engine.transport.size for first, last in message.ranks)
-        ranks = _bits_of(message.ranks) if are_ranks else 0
-        if not ranks or ranks & ~position.everybody:
+        ranks = RankSet()
+        for first, last in message.ranks if are_ranks else ():
+            ranks |= range(first, last + 1)
+        if not ranks or ranks - position.everybody:
             raise RemoteProtocolError(
                 f"the message {message!r:.200} names ranks that are not below rank {self._rank} in the tree"
             )
         return ranks
 
-    def spread(self, verdict: Verdict, leader: int, ranks: int) -> None:
-        """Store a decision, and relay it to the ranks of ``ranks`` (a bit set) that are below this rank in the tree."""
+    def spread(self, verdict: Verdict, leader: int, ranks: RankSet) -> None:
+        """Store a decision, and relay it to those of ``ranks`` that are below this rank in the tree."""
         key = verdict.key
         self.decisions[key, leader] = verdict
         if len(self.decisions) > _KEPT_COUNT_MAX:
@@ -146,7 +148,7 @@ class Relays:
             self._pass_on(key, leader)  # The leader has not yet answered joins that arrived late.
             self._forget(key, leader)
         for child, part in position.parts:
-            some = RankSet.of_bits(ranks & part)
+            some = ranks & part
             if child in self._gone:
                 for rank in some:
                     self._send(verdict, rank)
@@ -170,12 +172,12 @@ class Relays:
             self._pass_on(key, leader)
             self._forget(key, leader)
 
-    def _note(self, message: Join | Gathered, leader: int, ranks: int) -> None:
+    def _note(self, message: Join | Gathered, leader: int, ranks: RankSet) -> None:
         key, values = message.key, message.values
         position = self._position(key, leader)
         joins = self._subtree_joins.setdefault((key, leader), _SubtreeJoins())
         joins.ranks |= ranks
-        joins.ranks_by_values[values] = joins.ranks_by_values.get(values, 0) | ranks
+        joins.ranks_by_values[values] = joins.ranks_by_values.get(values, RankSet()) | ranks
         joins.taken = merged((joins.taken, message.taken))
         joins.marks = first_two((joins.marks, message.marks))
         if joins.ranks == position.everybody or self._has_left or (key, leader) in self.decisions:
@@ -206,8 +208,7 @@ class Relays:
             return
         parent = self._position(key, leader).parent
         for values, ranks in self._first_differing(joins.ranks_by_values, key, leader):
-            who = runs_of(tuple(RankSet.of_bits(ranks)))
-            message = Gathered(key.text, leader, who, values, joins.taken, joins.marks)
+            message = Gathered(key.text, leader, runs_of(tuple(ranks)), values, joins.taken, joins.marks)
             self._send(message, leader if parent in self._gone else parent)
         joins.ranks_by_values, joins.taken, joins.marks = {}, (), ()
         joins.late_count += 1
@@ -215,9 +216,9 @@ class Relays:
 
     @staticmethod
     def _first_differing(
-        ranks_by_values: dict[tuple[tuple[str, str], ...], int], key: AgreementKey, leader: int
-    ) -> Iterator[tuple[tuple[tuple[str, str], ...], int]]:
-        """Yield up to three pairs of named values and the bit set of the ranks that passed them.
+        ranks_by_values: dict[tuple[tuple[str, str], ...], RankSet], key: AgreementKey, leader: int
+    ) -> Iterator[tuple[tuple[tuple[str, str], ...], RankSet]]:
+        """Yield up to three pairs of named values and the ranks that passed them.
 
         The pairs are for ranks without values, ranks with the first values, and all other ranks, which are reported
         with the second values (see :class:`Gathered`).
@@ -227,10 +228,8 @@ class Relays:
         differing = [(values, ranks) for values, ranks in ranks_by_values.items() if values]
         if len(differing) > 2:
             order = _order(key.ranks, leader)
-            differing.sort(
-                key=lambda each: next(position for position, rank in enumerate(order) if each[1] >> rank & 1)
-            )
-            differing[1] = differing[1][0], functools.reduce(int.__or__, (ranks for _, ranks in differing[1:]))
+            differing.sort(key=lambda each: min(map(order.__getitem__, each[1])))
+            differing[1] = differing[1][0], functools.reduce(RankSet.__or__, (ranks for _, ranks in differing[1:]))
         yield from differing[:2]
 
     def _forget(self, key: AgreementKey, leader: int) -> None:
@@ -341,18 +340,10 @@ def _position(runs: Runs, leader: int, rank: int) -> _TreePosition:
     order = _in_order(runs, leader)
     position = _order(runs, leader)[rank]
     above, last = path_to(len(order), position)
-    parts = tuple((order[first], _bits(order[first : end + 1])) for first, end in halves(position, last))
+    parts = tuple((order[first], RankSet(order[first : end + 1])) for first, end in halves(position, last))
     return _TreePosition(
         order[above[-1]] if above else rank,
         parts,
-        _bits(order[position : last + 1]),
+        RankSet(order[position : last + 1]),
         (last - position + 1).bit_length() - 1,
     )
-
-
-def _bits(ranks: Collection[int]) -> int:
-    return RankSet(ranks).bits
-
-
-def _bits_of(runs: Runs) -> int:
-    return functools.reduce(int.__or__, ((1 << last + 1) - (1 << first) for first, last in runs), 0)

@@ -94,9 +94,7 @@ async def wait_for_all(engine: Engine, group: Group, root: int) -> None:
     """
     token = memoryview(bytearray(1))
     error = await _collect(engine, TreePosition.of(group, root), token, _everything(token))
-    if not isinstance(
-        error, RankLostError
-    ):  # A loss is raised later, after the root has received from the other members.
+    if not isinstance(error, RankLostError):  # raised later, after the root has received from the other members
         raise_first(error)
 
 

@@ -255,7 +255,7 @@ class Departures:
     def _reached(self) -> Stage:
         if self._does_subtree_know_end:
             return Stage.HEARD
-        everybody = _ranks(self._tree.first, self._tree.last)
+        everybody = RankSet(range(self._tree.first, self._tree.last + 1)).bits
         for stage in Stage.ENDED, Stage.LEFT:
             if not everybody & ~(self._known.at(stage) | self._lost):
                 return stage
@@ -337,10 +337,6 @@ def _fitting(departures: Iterable[Departure]) -> Iterator[list[Departure]]:
         room -= departure.nbytes
     if some:
         yield some
-
-
-def _ranks(first: int, last: int) -> int:
-    return (1 << last + 1) - (1 << first)
 
 
 class SpanningTree:
