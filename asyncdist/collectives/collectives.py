@@ -39,7 +39,7 @@ from asyncdist.errors import AsyncdistError, LocalProtocolError
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.tensors.bucket import Bucket
-from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, empty_stack, to_host, write
+from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, empty_stack, new_memory, to_host, write
 from asyncdist.tensors.means import mean_into
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 from asyncdist.waits import WaitId, WaitKind
@@ -253,7 +253,7 @@ class Collectives:
             raise LocalProtocolError(
                 f"send must have the {sizes[group.index]} bytes that sizes has for this member, got {send.nbytes}"
             )
-        receive = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if self._rank == root else None
+        receive = new_memory(sum(sizes)) if self._rank == root else None
         if group.size == 1 and receive is not None:
             receive.copy_(send)
         elif sum(sizes) and group.native is not None:

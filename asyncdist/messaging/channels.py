@@ -35,10 +35,6 @@ HOT_TEST_COUNT: Final = 100
 LAST_MESSAGES_S: Final = 1.0
 
 
-def _no_error() -> None:
-    return None
-
-
 class Channel(Generic[MessageT]):
     """Sends and receives instances of given dataclasses on a tag. Returned by :meth:`asyncdist.World.channel`.
 
@@ -66,7 +62,7 @@ class Channel(Generic[MessageT]):
         self._counts_contacts = counts_contacts
         self._admits_restarted = admits_restarted
         #: Function that returns an error if all other ranks have left or are lost, and at least one is lost.
-        self.lost_senders: Callable[[], RankLostError | None] = _no_error
+        self.lost_senders: Callable[[], RankLostError | None] = lambda: None
         self._has_gone_senders = False
         # None while a rank can still send, False while its last messages may arrive, and True after LAST_MESSAGES_S.
         self._is_forsaken: bool | None = None

@@ -157,13 +157,11 @@ class Interrupts:
         self._story_requests.__enter__()
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if number != signal.SIGHUP or self._heeds_hangup():
+                is_free = signal.getsignal(number) is signal.SIG_DFL and not self._spares_process
+                if number != signal.SIGHUP or is_free:
                     previous = signal.signal(number, self._handle)
                     self._previous[number] = _default_handler(number) if previous is None else previous
         return self
-
-    def _heeds_hangup(self) -> bool:
-        return signal.getsignal(signal.SIGHUP) is signal.SIG_DFL and not self._spares_process
 
     def __exit__(self, *_: object) -> None:
         self._story_requests.__exit__()

@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncdist.collectives.groups import Group
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.bucket import Bucket
-from asyncdist.tensors.byte_views import byte_view
+from asyncdist.tensors.byte_views import byte_view, new_memory
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
@@ -81,9 +81,7 @@ class BufferPool:
     def take(self, nbytes: int) -> Tensor:
         """Return memory of at least ``nbytes`` bytes for the caller's exclusive use until :meth:`give_back`."""
         kept, self._kept = self._kept, None
-        return (
-            kept if kept is not None and len(kept) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        )
+        return kept if kept is not None and len(kept) >= nbytes else new_memory(nbytes)
 
     def give_back(self, memory: Tensor) -> None:
         """Keep ``memory`` for the next :meth:`take`. No request may still use it."""

@@ -36,7 +36,7 @@ from asyncdist.collectives.algorithms.pieces import (
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine
-from asyncdist.tensors.byte_views import byte_view, empty_stack
+from asyncdist.tensors.byte_views import byte_view, empty_stack, new_memory
 
 #: Largest row, in bytes, that is gathered along the tree. With larger rows, members near the root would relay too many
 #: bytes.
@@ -160,7 +160,7 @@ async def fold_along_ranks(engine: Engine, group: Group, values: torch.Tensor, f
     # A member that passes fewer bytes calls fold_rows instead. This exchange detects the mismatch.
     error = await _collect(engine, position, token, _everything(token))
     error = await _spread(engine, position, token, error=error) or error
-    memory = torch.empty(_HEAD_NBYTES + values.nbytes, dtype=torch.uint8, device="cpu")
+    memory = new_memory(_HEAD_NBYTES + values.nbytes)
     result = memory[_HEAD_NBYTES:].view(values.dtype)
     failed, is_whole = await _pass_along(engine, group, values, fold, result, error)
     error, memory[0] = failed or error, is_whole
