@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 import torch
 
 from asyncdist import validation
-from asyncdist.collectives.algorithms import in_pieces, reduction_dtypes
+from asyncdist.collectives.algorithms import in_pieces, reductions
 from asyncdist.collectives.algorithms.by_messages import MessageCollectives
-from asyncdist.collectives.algorithms.left_folds import MEAN, OrderedReduction
+from asyncdist.collectives.algorithms.reductions import MEAN, OrderedReduction
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Reduction, fold_in_shares
 from asyncdist.collectives.algorithms.shared_memory_reduce import fold_on_host, is_worth_sharing, map_shared_buffers
 from asyncdist.collectives.call_checker import HELPER, CollectiveCall
@@ -196,16 +196,16 @@ class Collectives:
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         """Replace every member's tensor by the elementwise reduction of all members' tensors, and return it."""
-        if op not in reduction_dtypes.OPERATIONS:
+        if op not in reductions.OPERATIONS:
             raise LocalProtocolError(
-                f"op must be one of {', '.join(map(repr, reduction_dtypes.OPERATIONS))}, got {op!r}", op=op
+                f"op must be one of {', '.join(map(repr, reductions.OPERATIONS))}, got {op!r}", op=op
             )
         check_writable(tensor)
-        reduction_dtypes.check(tensor, op)
+        reductions.check(tensor, op)
         self._note(group, "all_reduce", tensor, reduction=op)
         if group.size == 1 or not tensor.numel():
             return tensor
-        work, how = reduction_dtypes.to_numbers(tensor, op)
+        work, how = reductions.to_numbers(tensor, op)
         if group.native is None:
             work = await self._finish(group, self._by_messages.fold, group, work, OrderedReduction(how))
         elif work.nbytes > in_pieces.PIECE_NBYTES:
@@ -213,9 +213,9 @@ class Collectives:
         else:
             start = functools.partial(group.native.all_reduce, work.numpy(), how)
             await self._native(group, start, WaitId(WaitKind.ALL_REDUCE, name=op))
-        if group.size > 2 and reduction_dtypes.depends_on_order(work):
+        if group.size > 2 and reductions.depends_on_order(work):
             self._engine.note_reduced(group.tag, byte_view(work))
-        reduction_dtypes.store(work, tensor, op)
+        reductions.store(work, tensor, op)
         return tensor
 
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:

@@ -223,7 +223,9 @@ class TagDemultiplexer:
         # Closed channels that still answer, by scope and epoch, oldest first. The scopes are also ordered oldest first.
         self._answering: dict[tuple[int, int], ReceivingChannel] = {}
         self._closed_scopes: dict[int, None] = {}
-        self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
+        self.early = EarlyFrames(
+            tag, engine.loop, lambda: [channel.name for channel in self._channels.values() if channel.is_awaited]
+        )
         self._openers = openers
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
@@ -332,9 +334,6 @@ class TagDemultiplexer:
             self.receiver.resume(self.receiver)
         for channel in self._all():  # closed channels that still answer, too
             channel.on_restarted(rank)
-
-    def _awaited_names(self) -> list[str]:
-        return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
         """Count a dropped message by its reason. Log the first dropped message of each sender, with ``particulars``."""

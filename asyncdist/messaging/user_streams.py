@@ -91,17 +91,6 @@ class _Outgoing:
     def is_answered(self) -> bool:
         return self.stream is not None or self.refused is not None
 
-    async def run(self, dest: int) -> bool:
-        if self.stream is not None:
-            return await self.stream.run_notified(tags.PARAM)
-        assert self.refused is not None, f"rank {dest} has not answered"
-        nbytes = len(self.view)
-        raise LocalProtocolError(
-            f"the tensor must have the {self.refused.nbytes} bytes that rank {dest} receives, got {nbytes}",
-            dest=dest,
-            nbytes=nbytes,
-        )
-
 
 class DirectWriteSender:
     """Writes the last part of a tensor into the receiver's memory, piece by piece, and sends the unwritten rest."""
@@ -126,7 +115,8 @@ class DirectWriteSender:
         is_over = cpu_s > ATTENTION_CPU_S or seconds > ATTENTION_S
         if not is_over:
             try:
-                self.stream.count_sent(self.tail.write_piece(self._piece_nbytes()))
+                piece_nbytes = SHARED_PIECE_NBYTES if self._engine.waiter_count > 1 else PIECE_NBYTES
+                self.stream.count_sent(self.tail.write_piece(piece_nbytes))
             except OSError as error:  # The memory is on a device, or the receiver's process has ended.
                 logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
                 is_over = True
@@ -138,9 +128,6 @@ class DirectWriteSender:
 
     def _note_time(self) -> None:
         self._written_at, self._cpu_s = time.perf_counter(), time.thread_time()
-
-    def _piece_nbytes(self) -> int:
-        return SHARED_PIECE_NBYTES if self._engine.waiter_count > 1 else PIECE_NBYTES
 
     def send_rest(self) -> None:
         """Send the number of bytes that were written directly, and then the remaining bytes as messages."""
@@ -349,9 +336,14 @@ class UserStreams:
             self._start_next(dest)
             what = WaitId(WaitKind.STREAM_RECEIVER, tags.PARAM, dest)
             await self._engine.until(lambda: outgoing.is_answered or outgoing.is_lost or dest in services.gone, what)
-            if not outgoing.is_answered:
+            if outgoing.stream is not None:
+                complete = await outgoing.stream.run_notified(tags.PARAM)
+            elif outgoing.refused is not None:
+                wanted, nbytes = outgoing.refused.nbytes, len(outgoing.view)
+                text = f"the tensor must have the {wanted} bytes that rank {dest} receives, got {nbytes}"
+                raise LocalProtocolError(text, dest=dest, nbytes=nbytes)
+            else:
                 raise self._gone(dest, "received", is_lost=outgoing.is_lost)
-            complete = await outgoing.run(dest)
         finally:
             if not outgoing.is_answered and outgoing in waiting:
                 waiting.remove(outgoing)
@@ -386,13 +378,14 @@ class UserStreams:
             if source not in services.gone:
                 self._channel.send_nowait(streams.Cancel(slot), source)
 
-        with (
-            DirectWriteStream(
-                services.slots, source, targets, view[sent_nbytes:], chunk_nbytes, cancel, self._shared_pacer()
-            )
-            if written_nbytes
-            else services.slots.inbound(source, targets, cancel)
-        ) as stream:
+        stream: InboundStream
+        if written_nbytes:
+            pacer = self._pacer = self._pacer or streams.Pacer(self._engine)
+            tail = view[sent_nbytes:]
+            stream = DirectWriteStream(services.slots, source, targets, tail, chunk_nbytes, cancel, pacer)
+        else:
+            stream = services.slots.inbound(source, targets, cancel)
+        with stream:
             grant = streams.Grant(stream.slot, len(view), chunk_nbytes, written_nbytes, address)
             self._channel.send_nowait(grant, source)
             try:
@@ -406,10 +399,6 @@ class UserStreams:
     def _gone(self, rank: int, done: str, *, is_lost: bool = False) -> RankLostError:
         ended = "was lost" if is_lost or rank in self._services.lost_ranks() else "left"
         return RankLostError(f"rank {rank} {ended} before it {done} the tensor", rank=rank)
-
-    def _shared_pacer(self) -> streams.Pacer:
-        self._pacer = self._pacer or streams.Pacer(self._engine)
-        return self._pacer
 
     # -- direct writes ----------------------------------------------------------------------------------------------
 

@@ -168,10 +168,6 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def handler_before(self, number: int) -> Any:
-        """Return the handler that the signal ``number`` had before this object replaced it."""
-        return self._previous[number]
-
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.received is not None:
             return
@@ -218,7 +214,7 @@ def _restore_signals_in_child() -> None:
     for number in SIGNALS:
         handler = signal.getsignal(number)
         while isinstance(interrupts := getattr(handler, "__self__", None), Interrupts):
-            handler = interrupts.handler_before(number)
+            handler = interrupts._previous[number]
             signal.signal(number, handler)
 
 

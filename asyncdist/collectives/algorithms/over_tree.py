@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 import torch
 
 from asyncdist.collectives.agreement.tree_shape import halves, path_to
-from asyncdist.collectives.algorithms.left_folds import LeftFold
+from asyncdist.collectives.algorithms.reductions import LeftFold
 from asyncdist.collectives.algorithms.ordered_reduce import Reduction
 from asyncdist.collectives.algorithms.pieces import (
     AHEAD_COUNT,
