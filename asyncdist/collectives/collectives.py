@@ -29,8 +29,8 @@ import torch
 from asyncdist import validation
 from asyncdist.collectives.algorithms import in_pieces, reductions
 from asyncdist.collectives.algorithms.by_messages import MessageCollectives
-from asyncdist.collectives.algorithms.reductions import MEAN, OrderedReduction
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Reduction, fold_in_shares
+from asyncdist.collectives.algorithms.reductions import MEAN, OrderedReduction
 from asyncdist.collectives.algorithms.shared_memory_reduce import fold_on_host, is_worth_sharing, map_shared_buffers
 from asyncdist.collectives.call_checker import HELPER, CollectiveCall
 from asyncdist.collectives.groups import Group

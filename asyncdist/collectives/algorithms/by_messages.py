@@ -16,10 +16,10 @@ import torch
 
 from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX
 from asyncdist.collectives.algorithms import over_tree
-from asyncdist.collectives.algorithms.reductions import LeftFold
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, fold_in_shares
 from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX
 from asyncdist.collectives.algorithms.pieces import check_nbytes, notice_of, piece_of, pieces, receive_exactly
+from asyncdist.collectives.algorithms.reductions import LeftFold
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
 from asyncdist.messaging.engine import Engine

@@ -19,7 +19,6 @@ from typing import Final, TypeAlias
 import torch
 
 from asyncdist.collectives.agreement.tree_shape import halves, path_to
-from asyncdist.collectives.algorithms.reductions import LeftFold
 from asyncdist.collectives.algorithms.ordered_reduce import Reduction
 from asyncdist.collectives.algorithms.pieces import (
     AHEAD_COUNT,
@@ -33,6 +32,7 @@ from asyncdist.collectives.algorithms.pieces import (
     receive_in_pieces,
     send_pieces,
 )
+from asyncdist.collectives.algorithms.reductions import LeftFold
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine
