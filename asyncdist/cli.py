@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -46,33 +46,32 @@ def _parser(command: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncdist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    run_command.add_to(functools.partial(commands.add_parser, allow_abbrev=False), has_arguments=command == "run")
-    _add_sim(commands)
-    _add_replay(commands)
-    report.add_to(functools.partial(commands.add_parser, allow_abbrev=False))
-    plan_arguments.add_to(functools.partial(commands.add_parser, allow_abbrev=False))
-    commands.add_parser(
+    add = functools.partial(commands.add_parser, allow_abbrev=False)
+    run_command.add_to(add, has_arguments=command == "run")
+    _add_sim(add)
+    _add_replay(add)
+    report.add_to(add)
+    plan_arguments.add_to(add)
+    add(
         "doctor",
         help="show the detected set-up, problems, and how to fix them",
         description=(
             "Show the detected launcher, transport and libraries, problems, and how to fix them. The command also runs "
             "under a launcher, as in mpirun -n 2 asyncdist doctor. The exit code is 0 if there are no problems, else 1."
         ),
-        allow_abbrev=False,
     )
-    top = commands.add_parser(
+    top = add(
         "top",
         help="show what the ranks of a running job are doing, in a table that refreshes",
         description=(
             "Show what each rank of a running job on this host is doing, in a table that refreshes: steps and their "
             "rate, metric, round and role, replacements, bytes, waits, losses. The ranks are not disturbed."
         ),
-        allow_abbrev=False,
     )
     top.add_argument("job", nargs="?", metavar="JOB|PID", help="the job to show, if this user runs several")
     top.add_argument("--web", action="store_true", help="show the job on a page in the browser, served at 127.0.0.1")
     top.add_argument("--port", type=port, metavar="PORT", help="the port of the page (default: a free port)")
-    story = commands.add_parser(
+    story = add(
         "story",
         help="show what the ranks of a running job wait for, and at which line of the program",
         description=(
@@ -80,7 +79,6 @@ def _parser(command: str) -> argparse.ArgumentParser:
             "line of the program. The ranks are not disturbed. kill -USR1 PID makes one rank print this report. For "
             "a recorded job (--record DIR), show the last actions of each rank."
         ),
-        allow_abbrev=False,
     )
     story.add_argument(
         "job",
@@ -91,11 +89,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
     story.add_argument(
         "--job", dest="recorded", metavar="JOB", help="the job to show, if the folder has recordings of several"
     )
-    init = commands.add_parser(
+    init = add(
         "init",
         help="write an example script",
         description="Write a commented example script that is ready to run.",
-        allow_abbrev=False,
     )
     init.add_argument(
         "flavour", choices=_STARTERS, help="the trainer of the script, or protocol for messages of your own"
@@ -106,8 +103,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
-    sim = commands.add_parser(
+def _add_sim(add: Callable[..., argparse.ArgumentParser]) -> None:
+    sim = add(
         "sim",
         help="run a script on simulated ranks, in virtual time; a seed determines all interleavings",
         usage=(
@@ -117,7 +114,6 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         description="Run a script on simulated ranks in this process; asyncdist.run then calls asyncdist.simulate.",
         epilog="Arguments after --, or from the first argument that is not an option of this command, are passed to "
         "the script.",
-        allow_abbrev=False,
     )
     sim.add_argument("script", help="a Python script that calls asyncdist.run once")
     sim.add_argument("-n", "--ranks", type=count, metavar="RANKS", help="the number of ranks to simulate")
@@ -143,14 +139,13 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
-def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
-    replay = commands.add_parser(
+def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
+    replay = add(
         "replay",
         help="repeat a recorded job in the simulator, with the recorded messages",
         usage="asyncdist replay DIR [--job JOB] [--rank RANK --pdb | --to-test FILE] [script.py [arguments]]",
         description="Replay a recorded job on simulated ranks, with the same decisions and the same weights.",
         epilog="Without a script, the recorded script and its arguments are used.",
-        allow_abbrev=False,
     )
     replay.add_argument("folder", metavar="DIR", help="the folder that was passed to --record")
     replay.add_argument("--job", help="the job, if the folder has recordings of several")

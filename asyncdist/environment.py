@@ -25,6 +25,7 @@ TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: Variable with the seconds that main may wait before a warning is logged. The program's ``stall_s`` overrides it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
+#: Variable with the folder in which the user wants to record this job.
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
 #: Variable with the destinations to which ranks export their counters.
 METRICS_VARIABLE: Final = "ASYNCDIST_METRICS"
@@ -46,19 +47,9 @@ RUN_VARIABLE: Final = "ASYNCDIST_RUN_ID"
 OF_RUN: Final = (INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE)
 
 
-def record(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder in which the user wants to record this job, or None."""
-    return environ.get(RECORD_VARIABLE) or None
-
-
-def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the destinations to which the user wants to export this job's counters, or None."""
-    return environ.get(METRICS_VARIABLE) or None
-
-
-def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder to which this job's ranks write their last counters, or None."""
-    return environ.get(LAST_COUNTERS_VARIABLE) or None
+def setting(name: str) -> str | None:
+    """Return the value of one of the variables above, or None if it is not set or empty."""
+    return os.environ.get(name) or None
 
 
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -179,9 +170,9 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
+def backend_name() -> str | None:
     """Return the backend that was chosen for torch.distributed process groups, or None."""
-    return environ.get(_BACKEND_VARIABLE) or None
+    return setting(_BACKEND_VARIABLE)
 
 
 def set_backend_name(name: str) -> None:

@@ -186,8 +186,7 @@ def _open_input() -> None:
     source = os.environ.pop(STDIN_VARIABLE, "")  # child processes must not inherit this variable
     if source == INHERITED:
         return
-    is_first = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "") == "0"
-    source, _, others = (source if is_first else os.devnull).partition(" ")
+    source, _, others = (source if _own_rank() == "0" else os.devnull).partition(" ")
     for path in (source or os.devnull, os.devnull):
         with contextlib.suppress(OSError):  # raised if standard input is a socket, or if the launcher has ended
             opened = os.open(path, (os.O_RDWR if others else os.O_RDONLY) | os.O_NOCTTY)
@@ -319,8 +318,12 @@ def flush_output() -> None:
             getattr(sys, name).flush()
 
 
+def _own_rank() -> str:
+    return next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "")
+
+
 def _own_name() -> str:
-    return next((f"rank {os.environ[name]}" for name in _RANK_VARIABLES if os.environ.get(name)), "this process")
+    return f"rank {_own_rank()}" if _own_rank() else "this process"
 
 
 def _leave_world(error: BaseException) -> BaseException:
@@ -363,8 +366,8 @@ def report_without_world(_number: int, frame: types.FrameType | None) -> None:
 
 def _prefix_output() -> None:
     if os.environ.get(PREFIX_VARIABLE) == "1":
-        rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
-        sys.stdout, sys.stderr = (_prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))
+        prefix = f"[{_own_rank() or '?'}] "
+        sys.stdout, sys.stderr = (_prefixed(stream, prefix) for stream in (sys.stdout, sys.stderr))
 
 
 def _prefixed(stream: TextIO, prefix: str) -> TextIO:

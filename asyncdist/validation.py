@@ -211,11 +211,8 @@ def reading_state(of: str) -> Iterator[None]:
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
     """Return ``value`` as an int >= ``least``, or raise ValueError. ``besides`` names other allowed values."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
+    number = next(iter(whole_numbers((value,))), None)
+    if number is None or number < least:
         refuse(name, value, f"an integer >= {least}{besides}")
     if number.bit_length() > _COUNT_BITS:
         refuse(name, value, f"an integer >= {least} of at most {_COUNT_BITS} bits{besides}")
@@ -224,11 +221,8 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
 
 def whole(name: str, value: Any) -> int:
     """Return ``value``, an integer of any type, as an int. Raise TypeError for any other value."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
+    number = next(iter(whole_numbers((value,))), None)
+    if number is None:
         refuse(name, value, "an integer", TypeError)
     return number
 

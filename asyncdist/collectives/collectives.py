@@ -27,11 +27,10 @@ from typing import Any, TypeVar
 import torch
 
 from asyncdist import validation
-from asyncdist.collectives.algorithms import in_pieces, reduction_dtypes
+from asyncdist.collectives.algorithms import in_pieces, reductions
 from asyncdist.collectives.algorithms.by_messages import MessageCollectives
-from asyncdist.collectives.algorithms.in_pieces import PiecewiseCollectives
-from asyncdist.collectives.algorithms.left_folds import MEAN, OrderedReduction
-from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, Reduction, fold_in_shares
+from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Reduction, fold_in_shares
+from asyncdist.collectives.algorithms.reductions import MEAN, OrderedReduction
 from asyncdist.collectives.algorithms.shared_memory_reduce import fold_on_host, is_worth_sharing, map_shared_buffers
 from asyncdist.collectives.call_checker import HELPER, CollectiveCall
 from asyncdist.collectives.groups import Group
@@ -40,7 +39,7 @@ from asyncdist.errors import AsyncdistError, LocalProtocolError
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.tensors.bucket import Bucket
-from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, empty_stack, to_host, write
+from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, empty_stack, new_memory, to_host, write
 from asyncdist.tensors.means import mean_into
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 from asyncdist.waits import WaitId, WaitKind
@@ -69,7 +68,6 @@ class Collectives:
         self._engine = engine
         self._rank = rank
         self._by_messages = MessageCollectives(engine, rank)
-        self._in_pieces = PiecewiseCollectives(engine)
         self._spawn = spawn
         self._buffers = BufferPool() if buffers is None else buffers
         self._membership = membership
@@ -92,17 +90,19 @@ class Collectives:
         is_root = self._rank == root
         (check_dense if is_root else check_writable)(tensor)
         self._note(group, "broadcast", tensor, root)
-        with _HostCopy(tensor, is_written=not is_root) as host:
-            view = byte_view(host)
-            if len(view) == 0 or group.size == 1:
-                pass
-            elif group.native is not None and len(view) <= in_pieces.COUNT_NBYTES_MAX:
-                start = functools.partial(group.native.broadcast, view, position)
-                await self._native(group, start, WaitId(WaitKind.BROADCAST, number=root))
-            elif group.native is not None:
-                await self._finish(group, self._in_pieces.broadcast, group.native, view, position)
-            else:
-                await self._finish(group, self._by_messages.broadcast, group, view, root)
+        host = to_host(tensor)
+        view = byte_view(host)
+        if len(view) == 0 or group.size == 1:
+            pass
+        elif group.native is not None and len(view) <= in_pieces.COUNT_NBYTES_MAX:
+            start = functools.partial(group.native.broadcast, view, position)
+            await self._native(group, start, WaitId(WaitKind.BROADCAST, number=root))
+        elif group.native is not None:
+            await self._finish(group, in_pieces.broadcast, self._engine, group.native, view, position)
+        else:
+            await self._finish(group, self._by_messages.broadcast, group, view, root)
+        if not is_root and host.data_ptr() != tensor.data_ptr():
+            write(tensor, host)
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
@@ -114,14 +114,9 @@ class Collectives:
         receive = empty_stack(send, group.size) if self._rank == root else None
         if send.numel() == 0 or group.native is None:
             await self._finish(group, self._by_messages.gather, group, byte_view(send), receive, root)
-        elif send.nbytes * group.size > in_pieces.COUNT_NBYTES_MAX:
-            gather = functools.partial(group.native.gather, root=position)
-            args = send, receive, send.nbytes, gather, WaitKind.GATHER_IN_PIECES
-            await self._finish(group, self._in_pieces.exchange, group, *args)
         else:
-            received = None if receive is None else byte_view(receive)
-            start = functools.partial(group.native.gather, byte_view(send), received, position)
-            await self._native(group, start, WaitId(WaitKind.GATHER, number=root))
+            gather, what = functools.partial(group.native.gather, root=position), WaitId(WaitKind.GATHER, number=root)
+            await self._exchange(group, send, receive, send.nbytes, gather, what, WaitKind.GATHER_IN_PIECES)
         return None if receive is None else [part.to(tensor.device) for part in receive]
 
     async def all_gather(self, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
@@ -134,12 +129,8 @@ class Collectives:
             receive = empty_stack(send, group.size)
         elif group.native is not None:
             receive = empty_stack(send, group.size)
-            if receive.nbytes > in_pieces.COUNT_NBYTES_MAX:
-                args = send, receive, send.nbytes, group.native.all_gather, WaitKind.ALL_GATHER_IN_PIECES
-                await self._finish(group, self._in_pieces.exchange, group, *args)
-            else:
-                start = functools.partial(group.native.all_gather, byte_view(send), byte_view(receive))
-                await self._native(group, start, WaitId(WaitKind.ALL_GATHER))
+            gather, what = group.native.all_gather, WaitId(WaitKind.ALL_GATHER)
+            await self._exchange(group, send, receive, send.nbytes, gather, what, WaitKind.ALL_GATHER_IN_PIECES)
         else:
             receive = await self._finish(group, self._by_messages.all_gather, group, send)
         return [part.to(tensor.device) for part in receive]
@@ -150,7 +141,7 @@ class Collectives:
         if group.size == 1 or not len(flat):
             await self.all_reduce(tensor, group, "sum")
         elif group.native is not None:
-            await self._finish(group, fold_in_shares, self._engine, self._buffers, group, flat, MEAN, Into(flat))
+            await self._finish(group, fold_in_shares, self._engine, self._buffers, group, flat, MEAN, flat)
         else:
             self._note(group, "all_reduce", tensor, reduction="mean")
             flat.copy_(await self._finish(group, self._by_messages.fold, group, flat, MEAN))
@@ -192,7 +183,7 @@ class Collectives:
         """
         if group.native is not None and group.size > 1:
             result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
-            await self._finish(group, fold_in_shares, self._engine, self._buffers, group, tensor, fold, Into(result))
+            await self._finish(group, fold_in_shares, self._engine, self._buffers, group, tensor, fold, result)
             return result
         # A sequence counts as one collective, like a native reduction.
         if self._membership is not None:
@@ -205,26 +196,26 @@ class Collectives:
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         """Replace every member's tensor by the elementwise reduction of all members' tensors, and return it."""
-        if op not in reduction_dtypes.OPERATIONS:
+        if op not in reductions.OPERATIONS:
             raise LocalProtocolError(
-                f"op must be one of {', '.join(map(repr, reduction_dtypes.OPERATIONS))}, got {op!r}", op=op
+                f"op must be one of {', '.join(map(repr, reductions.OPERATIONS))}, got {op!r}", op=op
             )
         check_writable(tensor)
-        reduction_dtypes.check(tensor, op)
+        reductions.check(tensor, op)
         self._note(group, "all_reduce", tensor, reduction=op)
         if group.size == 1 or not tensor.numel():
             return tensor
-        work, how = reduction_dtypes.to_numbers(tensor, op)
+        work, how = reductions.to_numbers(tensor, op)
         if group.native is None:
             work = await self._finish(group, self._by_messages.fold, group, work, OrderedReduction(how))
         elif work.nbytes > in_pieces.PIECE_NBYTES:
-            await self._finish(group, self._in_pieces.all_reduce, group.native, work, how)
+            await self._finish(group, in_pieces.all_reduce, self._engine, group.native, work, how)
         else:
             start = functools.partial(group.native.all_reduce, work.numpy(), how)
             await self._native(group, start, WaitId(WaitKind.ALL_REDUCE, name=op))
-        if group.size > 2 and reduction_dtypes.depends_on_order(work):
+        if group.size > 2 and reductions.depends_on_order(work):
             self._engine.note_reduced(group.tag, byte_view(work))
-        reduction_dtypes.store(work, tensor, op)
+        reductions.store(work, tensor, op)
         return tensor
 
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -247,12 +238,8 @@ class Collectives:
             await self.barrier(group)
         elif group.native is not None:
             exchange = functools.partial(_all_to_all_evenly, group.native, group.size)
-            if send.nbytes > in_pieces.COUNT_NBYTES_MAX:
-                args = send, receive, count, exchange, WaitKind.ALL_TO_ALL_IN_PIECES
-                await self._finish(group, self._in_pieces.exchange, group, *args)
-            else:
-                start = functools.partial(exchange, byte_view(send), byte_view(receive))
-                await self._native(group, start, WaitId(WaitKind.ALL_TO_ALL))
+            what = WaitId(WaitKind.ALL_TO_ALL)
+            await self._exchange(group, send, receive, count, exchange, what, WaitKind.ALL_TO_ALL_IN_PIECES)
         else:
             await self._finish(group, self._by_messages.all_to_all, group, send, receive)
         return [part.to(first.device) for part in receive]
@@ -266,12 +253,13 @@ class Collectives:
             raise LocalProtocolError(
                 f"send must have the {sizes[group.index]} bytes that sizes has for this member, got {send.nbytes}"
             )
-        receive = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if self._rank == root else None
+        receive = new_memory(sum(sizes)) if self._rank == root else None
         if group.size == 1 and receive is not None:
             receive.copy_(send)
         elif sum(sizes) and group.native is not None:
             received = memoryview(bytearray()) if receive is None else byte_view(receive)
-            await self._finish(group, self._in_pieces.gather_ragged, group, byte_view(send), sizes, received, position)
+            args = byte_view(send), sizes, received, position
+            await self._finish(group, in_pieces.gather_ragged, self._engine, group, *args)
         elif sum(sizes):
             await self._finish(group, self._by_messages.gather_ragged, group, byte_view(send), sizes, receive, root)
         return receive
@@ -313,6 +301,23 @@ class Collectives:
             self._checker.note(
                 group.ranks, group.key, self._rank, CollectiveCall(operation, root, reduction, dtype, shape)
             )
+
+    def _exchange(
+        self,
+        group: Group,
+        send: torch.Tensor,
+        receive: torch.Tensor | None,
+        part_nbytes: int,
+        exchange: Callable[[memoryview, memoryview | None], Request],
+        what: WaitId,
+        kind_in_pieces: WaitKind,
+    ) -> Coroutine[Any, Any, None]:
+        """Run a native collective in one call or, if the data is too large, in pieces (:func:`in_pieces.exchange`)."""
+        if part_nbytes * group.size > in_pieces.COUNT_NBYTES_MAX:
+            args = group, send, receive, part_nbytes, exchange, kind_in_pieces
+            return self._finish(group, in_pieces.exchange, self._engine, *args)
+        received = None if receive is None else byte_view(receive)
+        return self._native(group, functools.partial(exchange, byte_view(send), received), what)
 
     def _begin(self, membership: MembershipLog, group: Group) -> int:
         self._engine.note_collective_begun()
@@ -428,19 +433,3 @@ def _root_of(group: Group, root: Any) -> tuple[int, int]:
     if number not in group.ranks:
         raise LocalProtocolError(f"root must be one of the group's ranks {list(group.ranks)}, got {root!r}", root=root)
     return number, group.ranks.index(number)
-
-
-class _HostCopy:
-    """Provides a tensor as a contiguous CPU tensor, and writes changes back when the context ends."""
-
-    def __init__(self, tensor: torch.Tensor, *, is_written: bool) -> None:
-        self._tensor = tensor
-        self._is_written = is_written
-        self._host = to_host(tensor)
-
-    def __enter__(self) -> torch.Tensor:
-        return self._host
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._is_written and self._host.data_ptr() != self._tensor.data_ptr():
-            write(self._tensor, self._host)

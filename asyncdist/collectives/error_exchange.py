@@ -23,6 +23,7 @@ from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, RemoteProtocolError, remote_error
 from asyncdist.tensors import serialization
+from asyncdist.tensors.byte_views import new_memory
 
 T = TypeVar("T")
 
@@ -211,7 +212,7 @@ async def collect(
     sizes = [header.later_nbytes for header in headers]
     if any(header.has_error for header in headers):
         return headers, None
-    later: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
+    later: torch.Tensor | None = new_memory(0)
     if any(sizes):
         own = outcome.payload if sizes[group.index] else b""
         later = await collectives.gather_bytes(_to_tensor(own or b""), sizes, group, root)
@@ -236,9 +237,7 @@ async def share_payload(collectives: Collectives, group: Group, outcome: LocalRe
     if not header.later_nbytes:
         return header.inline
     is_root = group.ranks[group.index] == root
-    buffer = (
-        _to_tensor(outcome.payload or b"") if is_root else torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
-    )
+    buffer = _to_tensor(outcome.payload or b"") if is_root else new_memory(header.nbytes)
     return bytes((await collectives.broadcast(buffer, group, root)).numpy())
 
 
@@ -272,8 +271,4 @@ def _read_header(rank: int, tensor: torch.Tensor) -> ResultHeader:
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else new_memory(0)

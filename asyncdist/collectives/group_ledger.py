@@ -106,8 +106,7 @@ class GroupLedger:
 
         ``made_after`` is the number of lost ranks that this rank was notified of before it requested the group.
         """
-        lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
-        lease.made_after = made_after
+        lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back, made_after=made_after)
         group = Group(ranks, ranks.index(rank), tag, native, lease)
         self._membership.reset(tag)
         entry = self._entries[_key_of(group)] = _Entry(group)
@@ -147,7 +146,7 @@ class GroupLedger:
     def _release(self, entry: _Entry) -> None:
         """Release a group's tag and communicator if all members have freed it and no message of it is in progress."""
         group = entry.group
-        if group.ranks[group.index] not in entry.freed or self._membership.has_failed_collective(group):
+        if group.ranks[group.index] not in entry.freed or group.tag in self._membership.spoiled_tags:
             return
         # Continue at the last checked member. Checking from the first member each time would take cubic time.
         while entry.done_count < group.size:

@@ -13,9 +13,9 @@ of the mesh. The remaining ranks make a new group without the lost rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncdist.collectives.agreement.messages import Losses
 from asyncdist.collectives.groups import Group, check_open, short
@@ -33,30 +33,23 @@ class Participation:
     error: AsyncdistError | None = None
 
 
-@dataclass(slots=True)
-class _DepartedRanks:
-    """Ranks that have left the world, and whose numbers of started collectives were equal in each group.
+class MembershipLog:
+    """Counts this rank's collectives. Stops a collective with an error if another member will not take part in it.
 
     Attributes:
-        started: Number of started collectives of each group, by group tag.
+        spoiled_tags: Tags of groups in which a collective failed, so that its messages may still arrive later.
+        loss_count: Number of lost ranks that this rank was notified of.
     """
-
-    started: dict[int, int]
-    ranks: RankSet = field(default_factory=RankSet)
-
-
-class MembershipLog:
-    """Counts this rank's collectives. Stops a collective with an error if another member will not take part in it."""
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
         self._has_left = False
-        # A key lists, for each group, its tag and the number of collectives that the ranks had started.
-        self._left: dict[tuple[tuple[int, int], ...], _DepartedRanks] = {}
+        # Ranks that have left, by the number of collectives that they had started in each group: (tag, number) pairs.
+        self._left: dict[tuple[tuple[int, int], ...], RankSet] = {}
         self._freed: dict[int, dict[int, int]] = {}
-        self._spoiled: set[int] = set()
+        self.spoiled_tags: set[int] = set()
         self._lost: set[int] = set()
-        self._loss_count = 0
+        self.loss_count = 0
         self._lost_at: dict[int, int] = {}  # number of the last loss of each rank that was ever lost
         self._incarnations: dict[int, int] = {}  # number of restarts of each restarted rank
         self._under_way: dict[Participation, None] = {}  # oldest first
@@ -122,16 +115,7 @@ class MembershipLog:
         Its messages may still arrive, unless all members raised the error.
         """
         if not isinstance(error, (RemoteError, DisagreementError)):
-            self._spoiled.add(group.tag)
-
-    @property
-    def spoiled_tags(self) -> Collection[int]:
-        """Tags of groups in which a collective failed, so that its messages may still arrive later."""
-        return self._spoiled
-
-    def has_failed_collective(self, group: Group) -> bool:
-        """Return whether a collective of the group failed, so that its messages may still arrive later."""
-        return group.tag in self._spoiled
+            self.spoiled_tags.add(group.tag)
 
     def is_under_way(self, group: Group) -> bool:
         """Return whether a collective of the group is in progress on this rank."""
@@ -159,7 +143,7 @@ class MembershipLog:
         """
         if self.has_lost(group, rank):
             return None
-        return next((each.started.get(group.tag, 0) for each in self._left.values() if rank in each.ranks), None)
+        return next((_started_of(group, started) for started, ranks in self._left.items() if rank in ranks), None)
 
     def has_lost(self, group: Group, rank: int) -> bool:
         """Return whether ``rank`` was lost after the group was made, even if the rank has been restarted since."""
@@ -174,21 +158,21 @@ class MembershipLog:
         """Clear the counts of a tag, because its group was freed or another group will use the tag."""
         for known in (self._started, self._freed):
             known.pop(tag, None)
-        self._spoiled.discard(tag)
+        self.spoiled_tags.discard(tag)
 
     def on_lost(self, rank: int) -> None:
         """Record the loss of ``rank``, and end all collectives of its groups."""
         if rank not in self._lost:
             self._lost.add(rank)
-            self._loss_count += 1
-            self._lost_at[rank] = self._loss_count
+            self.loss_count += 1
+            self._lost_at[rank] = self.loss_count
         self._fail_incomplete()
 
     def on_returned(self, rank: int, incarnation: int) -> None:
         """Record the restart of ``rank``, which may now be a member of new groups."""
         self._lost.discard(rank)
-        for departed in self._left.values():
-            departed.ranks.discard(rank)
+        for ranks in self._left.values():
+            ranks.discard(rank)
         self._incarnations[rank] = incarnation
 
     def knows_loss(self, rank: int, incarnation: int) -> bool:
@@ -200,11 +184,6 @@ class MembershipLog:
         return incarnation != known or rank in self._lost
 
     @property
-    def loss_count(self) -> int:
-        """Number of lost ranks that this rank was notified of."""
-        return self._loss_count
-
-    @property
     def lost(self) -> Losses:
         """Lost ranks, each with the number of restarts of its lost process."""
         return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(self._lost))
@@ -212,8 +191,9 @@ class MembershipLog:
     def on_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...]) -> None:
         """Record that ranks have left the world. Each had started the same numbers of collectives, by group tag."""
         for departed in self._left.values():
-            ranks = ranks - departed.ranks
-        self._left.setdefault(started, _DepartedRanks(dict(started))).ranks |= ranks
+            ranks = ranks - departed
+        known = self._left.setdefault(started, RankSet())
+        known |= ranks
         self._fail_incomplete()
 
     def _fail_incomplete(self) -> None:
@@ -221,7 +201,7 @@ class MembershipLog:
             if entry.error is None:
                 entry.error = self._reason(entry.group, entry.number)
                 if entry.error is not None:
-                    self._spoiled.add(entry.group.tag)
+                    self.spoiled_tags.add(entry.group.tag)
                     entry.stop(entry.error)
 
     def _reason(self, group: Group, number: int) -> AsyncdistError | None:
@@ -235,9 +215,9 @@ class MembershipLog:
                     rank=rank,
                 )
         absent = RankSet()
-        for departed in self._left.values():
-            if departed.started.get(group.tag, 0) < number:
-                absent |= departed.ranks
+        for started_by_tag, departed in self._left.items():
+            if _started_of(group, started_by_tag) < number:
+                absent |= departed
         for rank in group.ranks if absent else ():
             if rank in absent:
                 return ClosedError(
@@ -245,6 +225,10 @@ class MembershipLog:
                     rank=rank,
                 )
         return None
+
+
+def _started_of(group: Group, started: tuple[tuple[int, int], ...]) -> int:
+    return next((number for tag, number in started if tag == group.tag), 0)
 
 
 def _loss_of(rank: int, group: Group) -> str:

@@ -184,7 +184,7 @@ async def open_versioned_window(
             agreements.forget(group.ranks, subject)
         if memories is not None:
             return _SharedWindow(services, group, memories, nbytes)
-    return _StreamedWindow(services, group.ranks, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
+    return StreamedWindow(services, group.ranks, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
 
 
 async def _drop(memories: list[torch.Tensor] | None) -> None:
@@ -341,11 +341,30 @@ class _Answer:
     stream: OutboundStream
 
 
-class _StreamedWindow(VersionedWindow):
-    """Versioned window whose owner answers each read with a stream of messages or, once it is closed, with an abort."""
+class StreamedWindow(VersionedWindow):
+    """Versioned window whose owner answers each read with a stream of messages or, once it is closed, with an abort.
 
-    def __init__(self, services: Services, ranks: Sequence[int], nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
+    Args:
+        ranks: All ranks that may open the window. A restarted rank can open it again.
+        nbytes: Size of one version in bytes.
+        scope: Number that identifies the window's messages, equal on all ranks.
+        is_followed: Whether the caller adds and removes members, and notifies them of the window's end.
+        is_newcomer: Whether this rank opens the window later than the others. If so, it begins without other members.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        ranks: Sequence[int],
+        nbytes: int,
+        *,
+        scope: int,
+        chunk_nbytes: int,
+        is_followed: bool = False,
+        is_newcomer: bool = False,
+    ) -> None:
         self._services = services
+        self._is_followed = is_followed
         self._others = tuple(rank for rank in ranks if rank != services.rank)
         self._nbytes = nbytes
         self._chunk_nbytes = chunk_nbytes
@@ -362,8 +381,8 @@ class _StreamedWindow(VersionedWindow):
             self._version_queries.open(scope, lambda: self._record)
         self._newest: dict[int, VersionRecord] = {}
         #: Ranks that publish no version now, including lost ranks until their new process is admitted.
-        self._retired: set[int] = set(services.gone)
-        services.on_gone(self._retire, among=self._others)
+        self._retired: set[int] = {*services.gone, *(self._others if is_newcomer else ())}
+        services.on_gone(self.retire, among=self._others)
         self._reports: Channel[VersionRecord | Retired] = services.open_channel(
             VersionRecord | Retired, tag=tags.METRIC, scope=scope, name="published versions", handler=self._on_report
         )
@@ -371,7 +390,8 @@ class _StreamedWindow(VersionedWindow):
             Grant | Cancel, tag=tags.PARAM, scope=scope, name="reads of exposed state", handler=self._on_read
         )
 
-    def _retire(self, rank: int) -> None:
+    def retire(self, rank: int) -> None:
+        """Stop reading the versions of ``rank``, which is lost or has left."""
         self._retired.add(rank)
         self._newest.pop(rank, None)
 
@@ -404,7 +424,7 @@ class _StreamedWindow(VersionedWindow):
         if isinstance(envelope.message, VersionRecord):
             self._newest[envelope.source] = envelope.message
         else:
-            self._retire(envelope.source)
+            self.retire(envelope.source)
 
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
         known = [rank for rank in ranks if rank not in self._retired]
@@ -434,8 +454,14 @@ class _StreamedWindow(VersionedWindow):
                 version=version,
             ) from error
 
-    def _announce_end(self) -> None:
-        self._notify(Retired(), self._others)
+    def admit(self, rank: int) -> None:
+        """Start reading versions of ``rank``, which has opened the window, and let it read this rank's versions."""
+        self._reports.admit(rank)
+        self._reads.admit(rank)
+        if rank in self._retired:
+            self._retired.remove(rank)
+            if self._record is not None:
+                self._notify(self._record, (rank,))
 
     # -- the owner's end --------------------------------------------------------------------------------------------
 
@@ -478,10 +504,11 @@ class _StreamedWindow(VersionedWindow):
         if self._closed:
             return
         self._closed = True
-        self._announce_end()
+        if not self._is_followed:
+            self._notify(Retired(), self._others)
         if self._version_queries is not None:
             self._version_queries.close(self._scope)
-        self._services.off_gone(self._retire)
+        self._services.off_gone(self.retire)
         self._reports.close()
         try:
             if deadline is not None:
@@ -493,44 +520,3 @@ class _StreamedWindow(VersionedWindow):
                 answer.stream.stop()
             self._slots.clear()
             self._reads.close(afterwards=self._on_read)
-
-
-class FollowedWindow(_StreamedWindow):
-    """Versioned window made of messages, whose members the caller adds and removes.
-
-    Args:
-        ranks: All ranks that may open the window. A restarted rank can open it again.
-        nbytes: Size of one version in bytes.
-        scope: Number that identifies the window's messages, equal on all ranks.
-        is_newcomer: Whether this rank opens the window later than the others. If so, it begins without other members.
-    """
-
-    def __init__(
-        self,
-        services: Services,
-        ranks: Sequence[int],
-        nbytes: int,
-        *,
-        scope: int,
-        chunk_nbytes: int,
-        is_newcomer: bool,
-    ) -> None:
-        super().__init__(services, ranks, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
-        if is_newcomer:
-            self._retired.update(self._others)
-
-    def retire(self, rank: int) -> None:
-        """Stop reading the versions of ``rank``, which is lost or has left."""
-        self._retire(rank)
-
-    def admit(self, rank: int) -> None:
-        """Start reading versions of ``rank``, which has opened the window, and let it read this rank's versions."""
-        self._reports.admit(rank)
-        self._reads.admit(rank)
-        if rank in self._retired:
-            self._retired.remove(rank)
-            if self._record is not None:
-                self._notify(self._record, (rank,))
-
-    def _announce_end(self) -> None:
-        """Do nothing, because the caller notifies the members."""

@@ -35,10 +35,6 @@ HOT_TEST_COUNT: Final = 100
 LAST_MESSAGES_S: Final = 1.0
 
 
-def _no_error() -> None:
-    return None
-
-
 class Channel(Generic[MessageT]):
     """Sends and receives instances of given dataclasses on a tag. Returned by :meth:`asyncdist.World.channel`.
 
@@ -66,7 +62,7 @@ class Channel(Generic[MessageT]):
         self._counts_contacts = counts_contacts
         self._admits_restarted = admits_restarted
         #: Function that returns an error if all other ranks have left or are lost, and at least one is lost.
-        self.lost_senders: Callable[[], RankLostError | None] = _no_error
+        self.lost_senders: Callable[[], RankLostError | None] = lambda: None
         self._has_gone_senders = False
         # None while a rank can still send, False while its last messages may arrive, and True after LAST_MESSAGES_S.
         self._is_forsaken: bool | None = None
@@ -77,7 +73,7 @@ class Channel(Generic[MessageT]):
         self.has_epochs = epoch is not None
         self.epoch = epoch or 0
         self._senders: Peers | None = None
-        self._codec = codec
+        self.codec = codec
         self._engine = demultiplexer.engine
         self._capacity = capacity
         self._sending_count = 0
@@ -304,23 +300,8 @@ class Channel(Generic[MessageT]):
 
     # -- called by the demultiplexer and the world ------------------------------------------------------------------
 
-    @property
-    def stamp(self) -> int:
-        """Part of the routes of received messages: job and epoch (see :func:`asyncdist.messaging.wire.keys_of`)."""
-        return wire.stamp_of(self.demultiplexer.nonce, self.epoch)
-
-    @property
-    def decoders(self) -> dict[int, wire.Decode]:
-        """Decoder of each message type, keyed by the lower half of the key of its route."""
-        return self._codec.decoders_by_key
-
     def _routes_of(self, scope: int) -> tuple[bytes, ...]:
-        return wire.pack_routes(self.kind_count, self.demultiplexer.nonce, self.epoch, scope)
-
-    @property
-    def kind_count(self) -> int:
-        """Number of message types that this channel carries."""
-        return len(self._codec.decoders)
+        return wire.pack_routes(len(self.codec.decoders), self.demultiplexer.nonce, self.epoch, scope)
 
     def enter_epoch(self, epoch: int) -> None:
         """Send and receive only messages of ``epoch``, the number of a protocol's new coordinator, from now on.
@@ -338,7 +319,7 @@ class Channel(Generic[MessageT]):
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
         """Decode a message from the time of an earlier coordinator, and pass it to the ``earlier_handler``, if any."""
         if self._earlier_inbox is not None:
-            self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
+            self._earlier_inbox.deliver(self.codec.decoders[kind], frame, source)
 
     def name_senders(self, senders: Callable[[], Iterable[int]]) -> None:
         """Set the function that returns the ranks that may send on this channel. Reports on waiting tasks use it."""

@@ -1,19 +1,20 @@
 """Receives the messages (*frames*) of one tag, and passes each to its channel.
 
 A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. The route in a frame's header selects the
-channel. Frames for channels or epochs that are not open yet are kept, up to a maximum number
-(:mod:`asyncdist.messaging.early_frames`). Frames for closed channels, and invalid frames, are dropped, counted by
-reason, and logged once per peer. They raise no exception on this rank.
+channel. Frames for channels or epochs that are not open yet are kept, up to a maximum number. Frames for closed
+channels, and invalid frames, are dropped, counted by reason, and logged once per peer. They raise no exception on this
+rank.
 
 After main has returned, a rank drops and counts messages on the user's channels, so that no sender waits for this rank.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -22,20 +23,25 @@ import numpy
 
 from asyncdist.errors import AsyncdistError, LocalProtocolError
 from asyncdist.messaging import wire
-from asyncdist.messaging.early_frames import EarlyFrames
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.flow_control import TagFlow
 from asyncdist.messaging.mailboxes import FrameReceiver, Inbox
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
+from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
+logger_of_early_frames = logging.getLogger("asyncdist.messaging.early_frames")
 
 #: Maximum number of closed channels per tag that still answer other ranks. The oldest ones are removed, so that a long
 #: job's memory does not grow.
 ANSWERING_COUNT_MAX: Final = 64
 #: Maximum number of scopes per tag that are remembered as closed.
 CLOSED_SCOPE_COUNT_MAX: Final = 4096
+#: Maximum number of frames kept for unopened channels, per tag.
+EARLY_FRAME_COUNT_MAX: Final = 1024
+#: Seconds until a warning about kept messages is logged, if a task waits on a different channel of the tag.
+EARLY_PATIENCE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +61,9 @@ class ReceivingChannel(Protocol):
     scope: int
     epoch: int
     has_epochs: bool
+    codec: wire.Codec
     inbox: Inbox
     dropped_count: int
-
-    @property
-    def kind_count(self) -> int:
-        """Number of message types that the channel carries."""
 
     @property
     def is_awaited(self) -> bool:
@@ -69,14 +72,6 @@ class ReceivingChannel(Protocol):
     @property
     def unread_count(self) -> int:
         """Number of messages that no task has received."""
-
-    @property
-    def stamp(self) -> int:
-        """Part of the routes of received messages: job and epoch (see :func:`asyncdist.messaging.wire.keys_of`)."""
-
-    @property
-    def decoders(self) -> dict[int, wire.Decode]:
-        """Decoder of each message type, keyed by the lower half of the key of its route."""
 
     @property
     def sent_count(self) -> int:
@@ -96,6 +91,84 @@ class ReceivingChannel(Protocol):
 
     def statistics(self) -> ChannelStatistics:
         """Return the numbers of messages sent, received, waiting and being sent."""
+
+
+class EarlyFrames:
+    """Stores the messages of one tag that arrive before this rank has opened their channel.
+
+    Attributes:
+        counts: Number of stored messages of each sender.
+    """
+
+    def __init__(self, tag: int, loop: asyncio.AbstractEventLoop, awaited: Callable[[], list[str]]) -> None:
+        self._tag = tag
+        self._loop = loop
+        self._awaited = awaited
+        self._frames: list[tuple[int, wire.FrameReader]] = []
+        self.counts: dict[int, int] = {}
+        self._warned_of: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the number of stored messages has reached its maximum."""
+        return len(self._frames) >= EARLY_FRAME_COUNT_MAX
+
+    def keep(self, source: int, frame: wire.FrameReader) -> None:
+        """Store a copy of a received message."""
+        self._frames.append((source, frame.copy()))
+        self.counts[source] = self.counts.get(source, 0) + 1
+        self.watch()
+
+    def take_all(self) -> Sequence[tuple[int, wire.FrameReader]]:
+        """Remove and return the stored messages with their senders, in order of arrival."""
+        if not self._frames:
+            return ()
+        frames, self._frames, self.counts = self._frames, [], {}
+        return frames
+
+    def forget(self, source: int) -> int:
+        """Drop the messages from rank ``source``, and return their number."""
+        kept = [(rank, frame) for rank, frame in self._frames if rank != source]
+        count = len(self._frames) - len(kept)
+        self._frames = kept
+        self.counts.pop(source, None)
+        self._warned_of.discard(source)
+        return count
+
+    def watch(self) -> None:
+        """Schedule a warning about messages for unopened channels if a task waits on another channel of this tag."""
+        is_news = self._timer is None and not self.counts.keys() <= self._warned_of
+        if is_news and self._awaited():
+            self._timer = self._loop.call_later(EARLY_PATIENCE_S, self._warn)
+
+    def _warn(self) -> None:
+        self._timer = None
+        awaited = self._awaited()
+        if awaited and not self.counts.keys() <= self._warned_of:
+            self._warned_of |= self.counts.keys()
+            text, names = "awaiting %s for %g s: %s", " and ".join(awaited)
+            logger_of_early_frames.warning(text, names, EARLY_PATIENCE_S, self.describe())
+
+    def describe(self) -> str:
+        """Describe the messages that wait for unopened channels. Return "" if there are none."""
+        count, ranks = len(self._frames), sorted(self.counts)
+        if not count:
+            return ""
+        noun, verb = ("message", "waits") if count == 1 else ("messages", "wait")
+        who = ranks_in_words(ranks)
+        return (
+            f"{count} {noun} on tag {self._tag} {verb} for a channel that this rank has not opened, from {who} "
+            "(ranks share a channel if tag, message type or name, and group are equal, and it was opened equally often)"
+        )
+
+    def close(self) -> None:
+        """Cancel the scheduled warning."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def _new_frame() -> wire.FrameReader:
@@ -150,7 +223,9 @@ class TagDemultiplexer:
         # Closed channels that still answer, by scope and epoch, oldest first. The scopes are also ordered oldest first.
         self._answering: dict[tuple[int, int], ReceivingChannel] = {}
         self._closed_scopes: dict[int, None] = {}
-        self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
+        self.early = EarlyFrames(
+            tag, engine.loop, lambda: [channel.name for channel in self._channels.values() if channel.is_awaited]
+        )
         self._openers = openers
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
@@ -181,8 +256,8 @@ class TagDemultiplexer:
             self.drop(source, "another job")
         elif route.reserved:
             self.drop(source, "reserved part of the route", f"reserved part {route.reserved} of the route, not 0")
-        elif channel is not None and route.kind >= channel.kind_count:
-            self.drop(source, "unknown kind", f"{channel.name}: kind {route.kind}, of {channel.kind_count} known")
+        elif channel is not None and route.kind >= (count := len(channel.codec.decoders)):
+            self.drop(source, "unknown kind", f"{channel.name}: kind {route.kind}, of {count} known")
         elif channel is not None and not channel.has_epochs and route.epoch:
             self.drop(source, "no epochs", f"{channel.name}: epoch {route.epoch} of a channel without epochs")
         elif channel is not None and route.epoch < channel.epoch:
@@ -211,7 +286,7 @@ class TagDemultiplexer:
     def _drop_closed(self, route: wire.Route, frame: wire.FrameReader, source: int) -> None:
         self.dropped["closed scope"] += 1
         for (scope, epoch), channel in reversed(self._answering.items()):
-            if scope == route.scope and route.epoch < epoch and route.kind < channel.kind_count:
+            if scope == route.scope and route.epoch < epoch and route.kind < len(channel.codec.decoders):
                 channel.deliver_earlier(route.kind, frame, source)
                 return
 
@@ -260,9 +335,6 @@ class TagDemultiplexer:
         for channel in self._all():  # closed channels that still answer, too
             channel.on_restarted(rank)
 
-    def _awaited_names(self) -> list[str]:
-        return [channel.name for channel in self._channels.values() if channel.is_awaited]
-
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
         """Count a dropped message by its reason. Log the first dropped message of each sender, with ``particulars``."""
         what = particulars or reason
@@ -287,7 +359,8 @@ class TagDemultiplexer:
     def route_to(self, channel: ReceivingChannel) -> None:
         """Deliver messages of the channel's scope and epoch to the channel, including those that have arrived."""
         self.receiver.close(channel.scope)  # detach may have left the route open for late messages.
-        self.receiver.routes[channel.scope] = channel.stamp, channel.inbox, channel.decoders
+        stamp = wire.stamp_of(self.nonce, channel.epoch)
+        self.receiver.routes[channel.scope] = stamp, channel.inbox, channel.codec.decoders_by_key
         early = self.early.take_all()
         self.receiver.resume(self.receiver)
         for source, frame in early:

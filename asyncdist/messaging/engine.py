@@ -235,7 +235,9 @@ class Engine(Poller):
         while abandoned:
             entry = abandoned[0]
             if not entry.resolved:
-                await self._until(entry, what)
+                waiter = self._new_waiter()
+                entry.waiters.append(waiter)
+                await self.park(waiter, what, is_of_request=True)
             elif abandoned and abandoned[0] is entry:
                 abandoned.popleft()
                 return entry.copy_into(buffer)
@@ -281,11 +283,6 @@ class Engine(Poller):
             entry.resolved = True  # The message arrived at the moment of the cancellation.
             entry.error = operation.error
             stash.append(entry)
-
-    async def _until(self, entry: AbandonedReceive, what: WaitId) -> None:
-        waiter = self._new_waiter()
-        entry.waiters.append(waiter)
-        await self.park(waiter, what, is_of_request=True)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -470,9 +467,8 @@ class Engine(Poller):
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
-            result = await self.settled_by(
-                task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False
-            )  # the end of the collective is recorded instead
+            # The end of the collective is recorded instead of the end of the wait.
+            result = await self.settled_by(task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False)
         except AsyncdistError:
             await self.note_failed()
             raise

@@ -3,16 +3,20 @@
 The receiver sends a grant over a channel of the runtime, and the sender answers with the bytes. The nth tensor sent to
 a rank is received by that rank's nth receive.
 
-If both ranks share a host, the sender writes a large tensor, or a part of it, directly into the receiver's memory
+If both ranks share a host, the sender writes a large tensor, or its tail, directly into the receiver's memory
 (:mod:`asyncdist.host_memory.cross_memory_attach`). Until the receiver has offered access to its memory and the sender
-has confirmed that it has access, all bytes are sent as messages.
+has confirmed that it has access, all bytes are sent as messages. With direct writes, the sender sends the first part of
+the tensor in chunks, and writes as much of the tail as it can. It then sends the number of written bytes as an
+eight-byte message, and the unwritten rest in chunks. The receiver posts the receives for the rest after the number has
+arrived.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,11 +25,13 @@ import torch
 from asyncdist import tags
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.host_memory.cross_memory_attach import AttachToken, DirectWrite, PeerProcess
-from asyncdist.messaging import direct_write_streams, streams
+from asyncdist.messaging import streams
 from asyncdist.messaging.channels import Channel, Envelope
-from asyncdist.messaging.direct_write_streams import DirectWriteReceiver, DirectWriteSender, Writer
+from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.polling import Pollable
 from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import InboundStream
 from asyncdist.tensors.byte_views import byte_view, check_dense, split
 from asyncdist.waits import WaitId, WaitKind
 
@@ -34,6 +40,21 @@ logger = logging.getLogger("asyncdist.messaging.streams")
 #: Minimum size, in bytes, of tensors that are written directly. A direct write needs an additional message.
 WRITTEN_NBYTES_MIN: Final = 512 << 10
 _PAGE_NBYTES: Final = 4096
+#: Maximum seconds of CPU time, and of elapsed time, between two written pieces. After a longer pause, the sender is
+#: probably computing. It then sends the rest as messages, which the transport can transfer in the background. The first
+#: limit is in CPU time, because on busy cores the sender is often preempted for milliseconds.
+ATTENTION_CPU_S: Final = 0.001
+ATTENTION_S: Final = 0.02
+#: Size in bytes of the chunks that the receiver's MPI copies, one per call, in 0.2 to 0.5 ms. A chunk of 1 MiB would
+#: take the receiver 8 % more CPU time per byte.
+CHUNK_NBYTES: Final = 2 << 20
+#: Maximum number of chunks that the sender has posted. They are transferred even while the sender computes.
+CHUNK_WINDOW_COUNT: Final = 32
+#: Maximum number of bytes written in one polling pass. It blocks the writer for 0.2 to 0.5 ms.
+PIECE_NBYTES: Final = 2 << 20
+#: Maximum number of bytes written in one polling pass while another task of the sender waits.
+SHARED_PIECE_NBYTES: Final = 1 << 20
+_COUNT_NBYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +91,121 @@ class _Outgoing:
     def is_answered(self) -> bool:
         return self.stream is not None or self.refused is not None
 
-    async def run(self, dest: int) -> bool:
-        if self.stream is not None:
-            return await self.stream.run_notified(tags.PARAM)
-        assert self.refused is not None, f"rank {dest} has not answered"
-        nbytes = len(self.view)
-        raise LocalProtocolError(
-            f"the tensor must have the {self.refused.nbytes} bytes that rank {dest} receives, got {nbytes}",
-            dest=dest,
-            nbytes=nbytes,
+
+class DirectWriteSender:
+    """Writes the last part of a tensor into the receiver's memory, piece by piece, and sends the unwritten rest."""
+
+    def __init__(
+        self, slots: streams.Slots, chunks: Sequence[memoryview], dest: int, grant: streams.Grant, tail: DirectWrite
+    ) -> None:
+        self.stream = OutboundStream(slots, chunks, dest, grant.slot, is_open=True, window=CHUNK_WINDOW_COUNT)
+        self._engine = slots.engine
+        self._chunk_nbytes = grant.chunk_nbytes
+        self.tail = tail
+        self._note_time()
+
+    def write_piece(self) -> bool:
+        """Write the next piece of the tensor. If too much time has passed since the last piece, send the rest instead.
+
+        Return True if more can be written.
+        """
+        if self.stream.is_stopping:
+            return False
+        cpu_s, seconds = time.thread_time() - self._cpu_s, time.perf_counter() - self._written_at
+        is_over = cpu_s > ATTENTION_CPU_S or seconds > ATTENTION_S
+        if not is_over:
+            try:
+                piece_nbytes = SHARED_PIECE_NBYTES if self._engine.waiter_count > 1 else PIECE_NBYTES
+                self.stream.count_sent(self.tail.write_piece(piece_nbytes))
+            except OSError as error:  # The memory is on a device, or the receiver's process has ended.
+                logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
+                is_over = True
+            self._note_time()
+        if self.tail.rest and not is_over:
+            return True
+        self.send_rest()
+        return False
+
+    def _note_time(self) -> None:
+        self._written_at, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    def send_rest(self) -> None:
+        """Send the number of bytes that were written directly, and then the remaining bytes as messages."""
+        what = WaitId(WaitKind.WRITTEN_NBYTES, peer=self.stream.dest, number=self.stream.slot)
+        nbytes = self._engine.measured(what, self.tail.written_nbytes)
+        # A replay writes as much as the recording.
+        while self.tail.written_nbytes < nbytes and self.tail.write_piece(PIECE_NBYTES):
+            pass
+        self.tail.written_nbytes = min(self.tail.written_nbytes, nbytes)
+        count = memoryview(self.tail.written_nbytes.to_bytes(_COUNT_NBYTES, "little"))
+        self.stream.send_last(count, split(self.tail.rest, self._chunk_nbytes))
+
+
+class Writer(Pollable):
+    """Writes tensors directly into other ranks' memory. Each polling pass writes one piece, of each tensor in turn."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._senders: deque[DirectWriteSender] = deque()
+        engine.add_pollable(self, is_first=True)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any tensor has not been written completely."""
+        return bool(self._senders)
+
+    def add(self, sender: DirectWriteSender) -> None:
+        """Start writing the tensor of ``sender`` in the next polling pass."""
+        self._senders.append(sender)
+        self._engine.ring()
+
+    def poll(self) -> int:
+        """Write one piece. Return 0, because no message was delivered."""
+        if self._senders:
+            self._engine.yield_core_to_receivers()
+            sender = self._senders.popleft()
+            if sender.write_piece():
+                self._senders.append(sender)
+            if self._senders:
+                self._engine.ring()  # No message will cause the polling pass that writes the next piece.
+        return 0
+
+
+class DirectWriteStream(InboundStream):
+    """Receives a stream whose sender writes into ``tail``. A context manager.
+
+    Args:
+        targets: Buffers for the chunks before the tail.
+        tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
+    """
+
+    def __init__(
+        self,
+        slots: streams.Slots,
+        source: int,
+        targets: Sequence[memoryview],
+        tail: memoryview,
+        chunk_nbytes: int,
+        cancel: Callable[[int], None],
+        pacer: streams.Pacer,
+    ) -> None:
+        count = memoryview(bytearray(_COUNT_NBYTES))
+        # Written bytes, which the stream does not count, minus the eight bytes of their number, which it does count.
+        self._uncounted_nbytes = 0
+
+        def targets_of_rest() -> list[memoryview]:
+            written_nbytes = int.from_bytes(count, "little")
+            self._uncounted_nbytes = written_nbytes - _COUNT_NBYTES
+            return split(tail[written_nbytes:], chunk_nbytes)
+
+        all_targets, window = [*targets, count], streams.WINDOW_COUNT
+        super().__init__(
+            slots, source, all_targets, window, more=targets_of_rest, kept=tail, pacer=pacer, cancel=cancel
         )
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.received_nbytes += self._uncounted_nbytes
+        super().__exit__(*exc_info)
 
 
 class UserStreams:
@@ -210,9 +336,14 @@ class UserStreams:
             self._start_next(dest)
             what = WaitId(WaitKind.STREAM_RECEIVER, tags.PARAM, dest)
             await self._engine.until(lambda: outgoing.is_answered or outgoing.is_lost or dest in services.gone, what)
-            if not outgoing.is_answered:
+            if outgoing.stream is not None:
+                complete = await outgoing.stream.run_notified(tags.PARAM)
+            elif outgoing.refused is not None:
+                wanted, nbytes = outgoing.refused.nbytes, len(outgoing.view)
+                text = f"the tensor must have the {wanted} bytes that rank {dest} receives, got {nbytes}"
+                raise LocalProtocolError(text, dest=dest, nbytes=nbytes)
+            else:
                 raise self._gone(dest, "received", is_lost=outgoing.is_lost)
-            complete = await outgoing.run(dest)
         finally:
             if not outgoing.is_answered and outgoing in waiting:
                 waiting.remove(outgoing)
@@ -239,7 +370,7 @@ class UserStreams:
         sent_nbytes = len(view) - written_nbytes
         # Chunks are small if this rank copies them from the sender on the same host, because each copy blocks its loop.
         is_copying = written_nbytes and sent_nbytes
-        chunk_nbytes = direct_write_streams.CHUNK_NBYTES if is_copying else streams.USER_CHUNK_NBYTES
+        chunk_nbytes = CHUNK_NBYTES if is_copying else streams.USER_CHUNK_NBYTES
         targets = split(view[:sent_nbytes], chunk_nbytes)
         address = tensor.data_ptr() + sent_nbytes if written_nbytes else 0
 
@@ -247,13 +378,14 @@ class UserStreams:
             if source not in services.gone:
                 self._channel.send_nowait(streams.Cancel(slot), source)
 
-        with (
-            DirectWriteReceiver(
-                services.slots, source, targets, view[sent_nbytes:], chunk_nbytes, cancel, self._shared_pacer()
-            )
-            if written_nbytes
-            else services.slots.inbound(source, targets, cancel)
-        ) as stream:
+        stream: InboundStream
+        if written_nbytes:
+            pacer = self._pacer = self._pacer or streams.Pacer(self._engine)
+            tail = view[sent_nbytes:]
+            stream = DirectWriteStream(services.slots, source, targets, tail, chunk_nbytes, cancel, pacer)
+        else:
+            stream = services.slots.inbound(source, targets, cancel)
+        with stream:
             grant = streams.Grant(stream.slot, len(view), chunk_nbytes, written_nbytes, address)
             self._channel.send_nowait(grant, source)
             try:
@@ -267,10 +399,6 @@ class UserStreams:
     def _gone(self, rank: int, done: str, *, is_lost: bool = False) -> RankLostError:
         ended = "was lost" if is_lost or rank in self._services.lost_ranks() else "left"
         return RankLostError(f"rank {rank} {ended} before it {done} the tensor", rank=rank)
-
-    def _shared_pacer(self) -> streams.Pacer:
-        self._pacer = self._pacer or streams.Pacer(self._engine)
-        return self._pacer
 
     # -- direct writes ----------------------------------------------------------------------------------------------
 

@@ -1,26 +1,24 @@
 """Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
 All members agree first, so that either all or none of them make the group. A rank makes one group at a time
-(:mod:`asyncdist.collectives.start_turns`), because two concurrent groups would get the same tag.
+(:class:`asyncdist.collectives.agreed_start.Turns`), because two concurrent groups would get the same tag.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from asyncdist import validation
-from asyncdist.collectives.agreed_start import Start, assemble, start_together
+from asyncdist.collectives.agreed_start import Start, Turns, assemble, start_together
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Losses
 from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.group_ledger import GroupLedger
 from asyncdist.collectives.groups import Group, check_ranks, free_all, short
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.start_turns import Turns
 from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
@@ -47,7 +45,6 @@ class GroupCreation:
         collectives: Collectives,
         attendance: MembershipLog,
         system: Channel[object],
-        turns: Turns,
     ) -> None:
         self._attendance = attendance
         self.ledger = GroupLedger(attendance, self._free, self._forget)
@@ -55,7 +52,7 @@ class GroupCreation:
         self._agreements = agreements
         self._collectives = collectives
         self._system = system
-        self._turns = turns
+        self._turns = Turns(services, agreements)
 
     async def new_groups(
         self, lists: Iterable[Sequence[int]], timeout_s: float, *, part_of: Start[Any] | None = None
@@ -67,8 +64,7 @@ class GroupCreation:
         give_up_at = now() + timeout_s
         try:
             for ranks in wanted:
-                left_s = max(round(give_up_at - now(), 3), 0.001)
-                made += [await self.new_group(ranks, left_s, part_of=part_of)]
+                made += [await self.new_group(ranks, _left_s(give_up_at - now()), part_of=part_of)]
         except BaseException as error:  # Raised also by a cancellation or an invalid list.
             self._decline(wanted[len(made) + 1 :], error, part_of)
             await free_all(made)
@@ -106,23 +102,36 @@ class GroupCreation:
                 services.rank,
             )
             return await self.new_group([services.rank], timeout_s, subject=_OF_SURVIVORS)
-        give_up_at = services.time() + timeout_s
-        while True:
+        gone: set[int] = set()
+
+        async def live() -> list[int]:
+            nonlocal gone
             gone = set(services.gone)
-            live = [rank for rank in group.ranks if rank not in gone and not has_lost(group, rank)]
+            return [rank for rank in group.ranks if rank not in gone and not has_lost(group, rank)]
+
+        # A rank that was notified of a loss earlier may end the request. This rank then waits until it is notified.
+        subject, end_at = f"{_OF_SURVIVORS} of {origin:x}", services.time() + timeout_s
+        made = await self._new_group_despite_losses(live, end_at, subject, lambda: services.gone != gone)
+        made.lease.origin = origin
+        return made
+
+    async def _new_group_despite_losses(
+        self,
+        ranks: Callable[[], Awaitable[Sequence[int]]],
+        end_at: float,
+        subject: str,
+        has_changed: Callable[[], bool],
+    ) -> Group:
+        """Make a group of ``await ranks()``. If a loss ends the request, repeat it when ``has_changed()``, or soon."""
+        services = self._services
+        while True:
             try:
-                left_s = max(round(give_up_at - services.time(), 3), 0.001)
-                made = await self.new_group(live, left_s, subject=f"{_OF_SURVIVORS} of {origin:x}")
-                made.lease.origin = origin
-                return made
+                return await self.new_group(await ranks(), _left_s(end_at - services.time()), subject=subject)
             except (RankLostError, ClosedError, DisagreementError):
-                if services.engine.failure is not None or services.time() >= give_up_at:
+                if services.engine.failure is not None or services.time() >= end_at:
                     raise
-                # A rank that was notified of the loss earlier may have ended the request. Wait until this rank is
-                # notified, too.
-                hears = functools.partial(services.gone.__ne__, gone)
-                until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
-                await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until)
+                until = min(end_at, services.time() + _NOTICED_AFTER_S)
+                await services.engine.until(has_changed, WaitId(WaitKind.LOSSES), deadline=until)
 
     async def replica_group(self, ranks: Sequence[int], timeout_s: float, *, subject: str = _SUBJECT) -> Group:
         """Make a group of the ranks of a replica. On a restarted rank, first wait until the other ranks are back.
@@ -141,20 +150,13 @@ class GroupCreation:
             is_back = (rank not in services.gone and services.restarted.get(rank) for rank in others)
             return all(is_back)
 
-        def is_one_lost() -> bool:
-            return not have_returned()
+        end_at = services.time() + timeout_s
 
-        give_up_at = services.time() + timeout_s
-        while True:
-            await services.engine.until(have_returned, WaitId(WaitKind.LOSSES), deadline=give_up_at)
-            try:
-                left_s = max(round(give_up_at - services.time(), 3), 0.001)
-                return await self.new_group(ranks, left_s, subject=subject)
-            except (RankLostError, ClosedError, DisagreementError):
-                if services.engine.failure is not None or services.time() >= give_up_at:
-                    raise
-                until = min(give_up_at, services.time() + _NOTICED_AFTER_S)
-                await services.engine.until(is_one_lost, WaitId(WaitKind.LOSSES), deadline=until)
+        async def returned() -> Sequence[int]:
+            await services.engine.until(have_returned, WaitId(WaitKind.LOSSES), deadline=end_at)
+            return ranks
+
+        return await self._new_group_despite_losses(returned, end_at, subject, lambda: not have_returned())
 
     async def new_group(
         self,
@@ -233,6 +235,10 @@ class GroupCreation:
         checker = self._services.engine.transport.collective_checker
         if checker is not None:
             checker.forget(group.ranks, group.key, self._services.rank)
+
+
+def _left_s(seconds: float) -> float:
+    return max(round(seconds, 3), 0.001)
 
 
 def _subject_for(part_of: Start[Any]) -> str:

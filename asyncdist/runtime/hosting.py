@@ -8,7 +8,6 @@ import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from contextvars import Token
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -193,7 +192,8 @@ async def hosted(
         engine.stop()
         recording.close()
         if token is not None:
-            _forget_world(token)
+            with contextlib.suppress(ValueError):  # An async generator may be finalised in another context.
+                _current_world.reset(token)
         if engine.virtual_clock is None:
             free_ended(is_last=True)
 
@@ -227,11 +227,6 @@ def _note_interrupt(task: asyncio.Task[Any] | None, world: World, monitor: Failu
     waited = monitor.waited if monitor.is_stopped() else describe_wait(task, world)
     world.services.events.add("interrupted", waited or "")
     return waited
-
-
-def _forget_world(token: Token[World]) -> None:
-    with contextlib.suppress(ValueError):  # An async generator may be finalised in another context.
-        _current_world.reset(token)
 
 
 def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:

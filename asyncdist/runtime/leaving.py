@@ -5,14 +5,13 @@ Background services, such as a coordinator, run until all ranks have ended, beca
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncdist.errors import LocalProtocolError
 from asyncdist.runtime.departing.departures import Stage
-from asyncdist.runtime.failing.failure import Everybody
+from asyncdist.runtime.failing.failure import all_others_in
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
@@ -27,67 +26,56 @@ _FINALIZE_S: Final = 60.0
 
 async def leave(world: World, transport: Transport) -> list[str]:
     """End this rank together with the others. Return descriptions of unread messages, unfinished tasks and the like."""
+    services, engine = world.services, world.services.engine
     world.peers.leave()
     world.refuse_streams()
     given_up = world.give_up_requests()
-    await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
+    await engine.until(lambda: services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
     # Wait until the user's messages have left. A receiver whose main has returned receives and drops them.
     is_nobody_in_main = _have_all_left(world, transport)
-    await world.services.engine.until(
-        lambda: not world.services.is_sending or is_nobody_in_main(),
-        WaitId(WaitKind.OWN_MESSAGES),
-    )
+    await engine.until(lambda: not services.is_sending or is_nobody_in_main(), WaitId(WaitKind.OWN_MESSAGES))
     await _flush(world)
     await _last_barrier(world, transport)
     await _flush(world)
-    leftovers = given_up + world.services.leftovers(world.peers.attendance.spoiled_tags)
+    leftovers = given_up + services.leftovers(world.peers.attendance.spoiled_tags)
     world.close()
     await _flush(world)
     return leftovers
 
 
 async def _last_barrier(world: World, transport: Transport) -> None:
-    own_group, announcements = transport.end_group, world.peers.announcements
+    engine, own_group, announcements = world.services.engine, transport.end_group, world.peers.announcements
     if own_group is not None:
         if announcements is not None:  # Wait until no rank sends along the tree.
-            await world.services.engine.until(_have_all_left(world, transport), WaitId(WaitKind.OTHERS_LEFT))
+            await engine.until(_have_all_left(world, transport), WaitId(WaitKind.OTHERS_LEFT))
             await _flush(world)
-        await world.services.engine.wait(own_group.barrier(), WaitId(WaitKind.OTHERS_ENDED))
+        await engine.wait(own_group.barrier(), WaitId(WaitKind.OTHERS_ENDED))
         return
     world.peers.finalize()
     if announcements is not None:
-        await world.services.engine.until(lambda: announcements.stage >= Stage.ENDED, WaitId(WaitKind.OTHERS_ENDED))
-        await world.services.engine.until(
-            lambda: announcements.is_over,
-            WaitId(WaitKind.END_KNOWN),
-            deadline=asyncio.get_running_loop().time() + _FLUSH_S,
-        )
+        await engine.until(lambda: announcements.stage >= Stage.ENDED, WaitId(WaitKind.OTHERS_ENDED))
+        end_at = engine.loop.time() + _FLUSH_S
+        await engine.until(lambda: announcements.is_over, WaitId(WaitKind.END_KNOWN), deadline=end_at)
         return
-    await world.services.engine.until(
-        Everybody(world, transport, world.peers.answered, world.services.left),
-        WaitId(WaitKind.OTHERS_ENDED),
-    )
+    answered, left = world.peers.answered, world.services.left
+    await engine.until(all_others_in(world, transport, answered, left), WaitId(WaitKind.OTHERS_ENDED))
     # The other ranks are about to end. The wait is bounded, because a corrupted Finalize message may have been dropped.
-    await world.services.engine.until(
-        Everybody(world, transport, world.peers.answered),
-        WaitId(WaitKind.FINALIZE_MESSAGES),
-        deadline=asyncio.get_running_loop().time() + _FINALIZE_S,
-    )
+    have_answered, end_at = all_others_in(world, transport, answered), engine.loop.time() + _FINALIZE_S
+    await engine.until(have_answered, WaitId(WaitKind.FINALIZE_MESSAGES), deadline=end_at)
 
 
 def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
     announcements = world.peers.announcements
     if announcements is not None:
         return lambda: announcements.stage >= Stage.LEFT
-    return Everybody(world, transport, world.services.left, world.peers.answered)
+    return all_others_in(world, transport, world.services.left, world.peers.answered)
 
 
 async def _flush(world: World) -> None:
     """Wait, for a limited time, until this rank has no outstanding request and no running background service."""
     services, deadline = world.services, world.time() + _FLUSH_S
-    await services.engine.until(
-        lambda: services.engine.is_idle and services.task_count == 0, WaitId(WaitKind.OWN_REQUESTS), deadline=deadline
-    )
+    engine, what = services.engine, WaitId(WaitKind.OWN_REQUESTS)
+    await engine.until(lambda: engine.is_idle and services.task_count == 0, what, deadline=deadline)
 
 
 def report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:

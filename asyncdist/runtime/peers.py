@@ -9,38 +9,22 @@ notifies the ranks with which it has exchanged messages. The others are notified
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from asyncdist import tags
+from asyncdist.collectives.agreement import messages
 from asyncdist.collectives.agreement.agreements import Agreements
-from asyncdist.collectives.agreement.messages import (
-    AgreementKey,
-    DecisionRequest,
-    Gathered,
-    Inquiry,
-    Join,
-    Keyed,
-    Losses,
-    NotHere,
-    Objection,
-    Reminder,
-    RollCall,
-    Spread,
-    Undecided,
-    Verdict,
-    Withdraw,
-    is_in,
-    runs_of,
-)
+from asyncdist.collectives.agreement.messages import Losses, is_in, runs_of
 from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX
 from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.group_ledger import Freed
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.start_turns import Turns
 from asyncdist.errors import BusyError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
@@ -108,14 +92,13 @@ class Peers:
 
     Attributes:
         answered: Ranks that have acknowledged a failure, have failed, or have ended.
-        turns: Queue in which the blocking collective starts of this rank wait for their turn.
         announcements: Exchange of end notices along the tree, or None if this rank notifies all others directly.
         warns_of_losses: Whether the lowest present rank logs a warning for each lost rank. False if the launcher or the
             transport logs the losses.
     """
 
     def __init__(self, services: Services, group: Group) -> None:
-        self.answered: set[int] = set()
+        self.answered = RankSet()
         self.warns_of_losses = False
         self.attendance = MembershipLog()
         self._services = services
@@ -124,24 +107,7 @@ class Peers:
         self._final_messages: list[FinalMessage] = []  # messages to repeat to ranks that are restarted later
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._system: Channel[Any] = services.open_channel(
-            Join
-            | Verdict
-            | Withdraw
-            | Leave
-            | Failed
-            | Finalize
-            | Objection
-            | Reminder
-            | Inquiry
-            | DecisionRequest
-            | Undecided
-            | DropMessages
-            | Freed
-            | FailureAcknowledged
-            | Gathered
-            | Spread
-            | RollCall
-            | NotHere,
+            functools.reduce(operator.or_, _HANDLERS),
             tag=tags.CONTROL,
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
@@ -151,10 +117,7 @@ class Peers:
         self.agreements = Agreements(services.engine, self._system, services.rank)
         self.agreements.is_unmet = services.is_unmet
         self.collectives = Collectives(services.engine, services.rank, services.spawn_service, self.attendance)
-        self.turns = Turns(services, self.agreements)
-        self.groups = GroupCreation(
-            services, self.agreements, self.collectives, self.attendance, self._system, self.turns
-        )
+        self.groups = GroupCreation(services, self.agreements, self.collectives, self.attendance, self._system)
         self.announcements: Announcements | None = None
         if services.size > FLAT_SIZE_MAX and not services.may_return:
             self.announcements = Announcements(services, group.ranks, self._on_departure, self._on_failure)
@@ -222,56 +185,39 @@ class Peers:
         services.notify_returned(rank)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
-        source = envelope.source
-        if isinstance(envelope.message, Keyed):
-            envelope.message.key.check(self._services.size)
-        match envelope.message:
-            case Join() as join:
-                self.agreements.on_join(join, source)
-            case Verdict() as verdict:
-                self.agreements.on_verdict(verdict, source)
-            case Objection() as objection:
-                self.agreements.led.on_objection(objection, source)
-            case Reminder() as reminder:
-                self.agreements.rivals.on_reminder(reminder, source)
-            case Inquiry() as inquiry:
-                self.agreements.led.on_inquiry(inquiry)
-            case DecisionRequest() as request:
-                self.agreements.on_decision_request(request, source)
-            case Undecided() as answer:
-                self.agreements.termination.on_undecided(answer, source)
-            case Gathered() as gathered:
-                self.agreements.on_gathered(gathered)
-            case Spread() as spread:
-                self.agreements.on_spread(spread, source)
-            case RollCall() as call:
-                self.agreements.join_sender.on_roll_call(call, source)
-            case NotHere() as answer:
-                self.agreements.led.on_not_here(answer, source)
-            case Withdraw(_, lost) as withdraw:
-                self._note_losses(lost)
-                self.agreements.on_withdraw(withdraw, source)
-            case Freed() as freed:
-                AgreementKey("freed group", freed.ranks).check(self._services.size)
-                self._note_losses(freed.lost)
-                self.groups.ledger.on_freed(freed, source)
-            case Leave(started, lost):
-                self._note_left(RankSet((source,)), started, lost)
-            case Failed(summary):
-                if self.announcements is not None:
-                    self.announcements.fail(source, summary, source)
-                self._on_failure(source, summary)
-            case FailureAcknowledged():
-                self.answered.add(source)
-                self._services.left.add(source)
-                self.mark_gone(RankSet((source,)), of_a_failure=True)
-            case Finalize(started, lost):
-                self.answered.add(source)
-                self._note_left(RankSet((source,)), started, lost)
-            case DropMessages(tag):
-                if self._has_returned:
-                    self._services.drop_messages(tag)
+        message, source = envelope.message, envelope.source
+        if isinstance(message, (messages.Keyed, messages.Spread)):
+            message.key.check(self._services.size)
+        _HANDLERS[type(message)](self, message, source)
         self._services.engine.recheck()
+
+    def _on_withdraw(self, message: messages.Withdraw, source: int) -> None:
+        self._note_losses(message.lost)
+        self.agreements.on_withdraw(message, source)
+
+    def _on_freed(self, message: Freed, source: int) -> None:
+        messages.AgreementKey("freed group", message.ranks).check(self._services.size)
+        self._note_losses(message.lost)
+        self.groups.ledger.on_freed(message, source)
+
+    def _on_leave(self, message: Leave | Finalize, source: int) -> None:
+        if isinstance(message, Finalize):
+            self.answered.add(source)
+        self._note_left(RankSet((source,)), message.started, message.lost)
+
+    def _on_failed(self, message: Failed, source: int) -> None:
+        if self.announcements is not None:
+            self.announcements.fail(source, message.summary, source)
+        self._on_failure(source, message.summary)
+
+    def _on_acknowledged(self, _: FailureAcknowledged, source: int) -> None:
+        self.answered.add(source)
+        self._services.left.add(source)
+        self.mark_gone(RankSet((source,)), of_a_failure=True)
+
+    def _on_drop_messages(self, message: DropMessages, _: int) -> None:
+        if self._has_returned:
+            self._services.drop_messages(message.tag)
 
     def _on_failure(self, rank: int, summary: str) -> None:
         """Record that another rank has failed, and acknowledge that if this rank has already stopped."""
@@ -380,3 +326,26 @@ class Peers:
     def _send(self, message: FinalMessage, rank: int) -> None:
         with contextlib.suppress(RankLostError, BusyError):
             self._system.send_nowait(message, rank)
+
+
+#: Function that handles each type of message on the system channel. The order of the types is part of the wire format.
+_HANDLERS: Final[dict[type, Callable[[Peers, Any, int], object]]] = {
+    messages.Join: lambda peers, message, source: peers.agreements.on_join(message, source),
+    messages.Verdict: lambda peers, message, source: peers.agreements.on_verdict(message, source),
+    messages.Withdraw: Peers._on_withdraw,
+    Leave: Peers._on_leave,
+    Failed: Peers._on_failed,
+    Finalize: Peers._on_leave,
+    messages.Objection: lambda peers, message, source: peers.agreements.led.on_objection(message, source),
+    messages.Reminder: lambda peers, message, source: peers.agreements.rivals.on_reminder(message, source),
+    messages.Inquiry: lambda peers, message, _: peers.agreements.led.on_inquiry(message),
+    messages.DecisionRequest: lambda peers, message, source: peers.agreements.on_decision_request(message, source),
+    messages.Undecided: lambda peers, message, source: peers.agreements.termination.on_undecided(message, source),
+    DropMessages: Peers._on_drop_messages,
+    Freed: Peers._on_freed,
+    FailureAcknowledged: Peers._on_acknowledged,
+    messages.Gathered: lambda peers, message, _: peers.agreements.on_gathered(message),
+    messages.Spread: lambda peers, message, source: peers.agreements.on_spread(message, source),
+    messages.RollCall: lambda peers, message, source: peers.agreements.join_sender.on_roll_call(message, source),
+    messages.NotHere: lambda peers, message, source: peers.agreements.led.on_not_here(message, source),
+}

@@ -20,7 +20,6 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import event_clock_of
 from asyncdist.recording.events import BEFORE_WORLD, Field
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
-from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.tensors.serialization import name_and_message
 from asyncdist.transports.base import Transport
@@ -35,6 +34,9 @@ _RESULT_NBYTES_MAX: Final = 1024
 
 #: torch's seed at the time asyncdist is imported.
 _FIRST_SEED: Final = torch.initial_seed()
+#: Function that sets a timer. Its arguments are the timer's identity, its deadline in seconds on the loop's clock, a
+#: callback, the callback's arguments, and the callback's context.
+SetTimer = Callable[[WaitId, float, Callable[..., object], tuple[Any, ...], contextvars.Context | None], Any]
 
 
 class Recording:
@@ -240,6 +242,41 @@ class RecordedEngine(ObservedEngine):
     def _note(self, kind: str, *fields: Field) -> None:
         if self.has_begun:
             self._writer.note(kind, *fields)
+
+
+def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Callable[[], None]:
+    """Let ``set_timer`` set the timers of asyncio's ``sleep``, ``timeout``, ``wait_for`` and ``wait``.
+
+    A replay fires each timer at its position in the recording. Timers that code sets directly on the loop are not
+    changed.
+
+    Returns:
+        A function that restores the loop.
+    """
+    replaced: Any = loop
+    call_at, call_later, numbers = loop.call_at, loop.call_later, itertools.count()
+
+    def at(when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None) -> Any:
+        if not _is_of_asyncio(callback):
+            return call_at(when, callback, *args, context=context)
+        return set_timer(WaitId(WaitKind.SLEEP, number=next(numbers)), when, callback, args, context)
+
+    def later(
+        delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> Any:
+        if not _is_of_asyncio(callback):
+            return call_later(delay, callback, *args, context=context)
+        return at(loop.time() + delay, callback, *args, context=context)
+
+    def undo() -> None:
+        replaced.call_at, replaced.call_later = call_at, call_later
+
+    replaced.call_at, replaced.call_later = at, later
+    return undo
+
+
+def _is_of_asyncio(callback: Callable[..., object]) -> bool:
+    return str(getattr(callback, "__module__", None)).startswith("asyncio.")
 
 
 def _conditions(world: World) -> dict[str, Any]:

@@ -154,14 +154,7 @@ def run(
     """
     try:
         options = rank_options(
-            watchdog_s,
-            stall_s,
-            stall_aborts,
-            grace_s=grace_s,
-            strict=strict,
-            record=record,
-            limit_nbytes=record_limit_nbytes,
-            metrics=metrics,
+            watchdog_s, stall_s, stall_aborts, record, record_limit_nbytes, metrics, grace_s=grace_s, strict=strict
         )
         _check_options(transport, ranks, loop, grace_s)
         override = run_override.get()
@@ -251,6 +244,16 @@ def _open_here(transport: TransportName, ranks: int | None, *, runs_in_callers_l
         return select.open_transport(started.transport, started)
 
 
+def _open_for_block(
+    transport: TransportName, options: RankOptions, caller: FrameType, *, runs_in_callers_loop: bool = False
+) -> tuple[Transport, RankOptions]:
+    """Open the transport for a rank whose main is a block that ``caller`` enters. Return it with the rank's options."""
+    opened = _open_here(transport, None, runs_in_callers_loop=runs_in_callers_loop)
+    if opened is not None:
+        return opened, options
+    return LocalHub(1).transport(0), _for_only_rank(options, transport, _module_of_block(caller))
+
+
 def run_local(
     main: Callable[..., Coroutine[Any, Any, T]],
     *args: Any,
@@ -282,15 +285,7 @@ def run_local(
         AsyncdistError: ``live`` is set, and the package rich is not installed.
         BaseException: The exception of the first rank that failed.
     """
-    options = rank_options(
-        watchdog_s,
-        stall_s,
-        stall_aborts,
-        strict=strict,
-        record=record,
-        limit_nbytes=record_limit_nbytes,
-        metrics=metrics,
-    )
+    options = rank_options(watchdog_s, stall_s, stall_aborts, record, record_limit_nbytes, metrics, strict=strict)
     _check_options("local", ranks, loop, GRACE_S)
     override = run_local_override.get()
     if override is not None:
@@ -312,13 +307,20 @@ def _run_local(
     meanwhile: Callable[[], None] | None = None,
 ) -> list[T]:
     validation.main_function(main, args)
+
+    def host() -> list[RankResult]:
+        hub = LocalHub(ranks)
+        with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
+            tasks = [
+                event_loop.create_task(host_rank(main, args, hub.transport(rank), interrupts, options), context=context)
+                for rank, context in enumerate(contexts)
+            ]
+            interrupts.cancel_on_first(event_loop, tasks)
+            return _complete(event_loop, tasks, interrupts)
+
     # Signal handlers must be set here, because only the main thread may set them.
     with Interrupts(spares_process=is_loop_running()) as interrupts:
-        outcomes = call_outside_loop(
-            functools.partial(_host_locally, main, args, ranks, loop, interrupts, options),
-            meanwhile,
-            interrupts.wake_loop,
-        )
+        outcomes = call_outside_loop(host, meanwhile, interrupts.wake_loop)
     failures = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
     if failures:
         _raise_first(failures, ranks, interrupts)
@@ -335,24 +337,6 @@ def _raise_first(failures: Mapping[int, BaseException], ranks: int, interrupts: 
     elif ranks > 1:
         first.add_note(f"rank {rank} of {ranks} raised this error")
     raise first
-
-
-def _host_locally(
-    main: Callable[..., Coroutine[Any, Any, Any]],
-    args: tuple[Any, ...],
-    ranks: int,
-    loop: LoopName | None,
-    interrupts: Interrupts,
-    options: RankOptions,
-) -> list[RankResult]:
-    hub = LocalHub(ranks)
-    with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
-        tasks = [
-            event_loop.create_task(host_rank(main, args, hub.transport(rank), interrupts, options), context=context)
-            for rank, context in enumerate(contexts)
-        ]
-        interrupts.cancel_on_first(event_loop, tasks)
-        return _complete(event_loop, tasks, interrupts)
 
 
 @asynccontextmanager
@@ -389,21 +373,11 @@ async def open_world(
             "in notebooks"
         )
     options = rank_options(
-        watchdog_s,
-        stall_s,
-        stall_aborts,
-        grace_s=grace_s,
-        strict=strict,
-        record=record,
-        limit_nbytes=record_limit_nbytes,
-        metrics=metrics,
+        watchdog_s, stall_s, stall_aborts, record, record_limit_nbytes, metrics, grace_s=grace_s, strict=strict
     )
     _check_options(transport, None, None, grace_s)
     try:
-        opened = _open_here(transport, None, runs_in_callers_loop=True)
-        if opened is None:
-            opened = LocalHub(1).transport(0)
-            options = _for_only_rank(options, transport, _module_of_block(sys._getframe(1)))
+        opened, options = _open_for_block(transport, options, sys._getframe(1), runs_in_callers_loop=True)
         async with hosted(opened, Interrupts(), options) as world:
             yield world
     except LateError as late:
@@ -411,10 +385,7 @@ async def open_world(
 
 
 def prepare_rank(
-    caller: FrameType,
-    *,
-    transport: TransportName,
-    options: RankOptions,
+    caller: FrameType, *, transport: TransportName, options: RankOptions
 ) -> Callable[[Interrupts], AbstractAsyncContextManager[World]]:
     """Open the transport for a rank whose main is the block of a context manager.
 
@@ -423,16 +394,13 @@ def prepare_rank(
     """
     try:
         _check_options(transport, None, None, options.grace_s)
-        opened = _open_here(transport, None)
+        opened, options = _open_for_block(transport, options, caller)
     except LateError as late:
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, caller)
         refusal.__traceback__ = None  # Only the message is printed.
         raise
-    if opened is None:
-        opened = LocalHub(1).transport(0)
-        options = _for_only_rank(options, transport, _module_of_block(caller))
     return functools.partial(hosted, opened, options=options)
 
 
@@ -468,12 +436,12 @@ def rank_options(
     watchdog_s: float,
     stall_s: float | None,
     stall_aborts: bool,
-    *,
-    grace_s: float = GRACE_S,
-    strict: bool = False,
     record: str | os.PathLike[str] | None = None,
     limit_nbytes: int = LIMIT_NBYTES,
     metrics: MetricsName = None,
+    *,
+    grace_s: float = GRACE_S,
+    strict: bool = False,
 ) -> RankOptions:
     """Return the options of a hosted rank for the given arguments of :func:`run`."""
     chosen = environment.stall_s() if stall_s is None else stall_s
@@ -481,16 +449,17 @@ def rank_options(
         watchdogs = WatchdogOptions(watchdog_s, COLLECTIVE_STALL_S, stall_aborts, True, STALL_S)
     else:
         watchdogs = WatchdogOptions(watchdog_s, chosen, stall_aborts, False, chosen)
-    folder = environment.record() if record is None else record
-    sinks = destinations(environment.metrics(), environment.METRICS_VARIABLE) if metrics is None else None
+    folder = environment.setting(environment.RECORD_VARIABLE) if record is None else record
+    variable = environment.METRICS_VARIABLE
+    sinks = destinations(environment.setting(variable), variable) if metrics is None else destinations(metrics)
     return RankOptions(
         grace_s,
         strict,
         watchdogs,
         RecordOptions.of(folder, limit_nbytes),
-        destinations(metrics) if sinks is None else sinks,
+        sinks,
         tells=True,
-        last_counters=environment.last_counters(),
+        last_counters=environment.setting(environment.LAST_COUNTERS_VARIABLE),
     )
 
 

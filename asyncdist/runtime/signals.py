@@ -157,22 +157,16 @@ class Interrupts:
         self._story_requests.__enter__()
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if number != signal.SIGHUP or self._heeds_hangup():
+                is_free = signal.getsignal(number) is signal.SIG_DFL and not self._spares_process
+                if number != signal.SIGHUP or is_free:
                     previous = signal.signal(number, self._handle)
                     self._previous[number] = _default_handler(number) if previous is None else previous
         return self
-
-    def _heeds_hangup(self) -> bool:
-        return signal.getsignal(signal.SIGHUP) is signal.SIG_DFL and not self._spares_process
 
     def __exit__(self, *_: object) -> None:
         self._story_requests.__exit__()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-    def handler_before(self, number: int) -> Any:
-        """Return the handler that the signal ``number`` had before this object replaced it."""
-        return self._previous[number]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.received is not None:
@@ -220,30 +214,32 @@ def _restore_signals_in_child() -> None:
     for number in SIGNALS:
         handler = signal.getsignal(number)
         while isinstance(interrupts := getattr(handler, "__self__", None), Interrupts):
-            handler = interrupts.handler_before(number)
+            handler = interrupts._previous[number]
             signal.signal(number, handler)
 
 
-class _Held:
-    """Blocks signals during a fork. Otherwise, a child would lose signals that arrive before its handlers are set."""
+#: Signal mask of each thread before it forked.
+_masks: Final = threading.local()
 
-    def __init__(self) -> None:
-        self._masks = threading.local()
 
-    def hold(self) -> None:
-        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+def _hold_signals() -> None:
+    """Block signals during a fork. Otherwise, a child would lose signals that arrive before its handlers are set."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def release(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
-    def release_in_child(self) -> None:
-        _restore_signals_in_child()
-        self.release()
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _release_signals_in_child() -> None:
+    _restore_signals_in_child()
+    _release_signals()
 
 
 if hasattr(os, "register_at_fork"):
-    _held = _Held()
-    os.register_at_fork(before=_held.hold, after_in_parent=_held.release, after_in_child=_held.release_in_child)
+    os.register_at_fork(
+        before=_hold_signals, after_in_parent=_release_signals, after_in_child=_release_signals_in_child
+    )
 
 
 def _default_handler(number: int) -> Any:

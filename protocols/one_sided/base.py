@@ -23,7 +23,7 @@ from torch import nn
 
 from asyncdist import AsyncdistError, RankLostError
 from asyncdist.collectives.agreement.messages import Agreed
-from asyncdist.collectives.one_sided import FollowedWindow, VersionedWindow, maps_windows, open_versioned_window
+from asyncdist.collectives.one_sided import StreamedWindow, VersionedWindow, maps_windows, open_versioned_window
 from asyncdist.messaging import wire
 from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.protocols.joining.admission import Admission
@@ -169,12 +169,13 @@ class OneSidedPolicy(JoinablePolicy):
         self._open_window(window)
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
-        window = FollowedWindow(
+        window = StreamedWindow(
             self._services,
             self._group.ranks,
             self._packing.nbytes,
             scope=scopes.policy,
             chunk_nbytes=self._chunk_nbytes,
+            is_followed=True,
             is_newcomer=membership.is_joining,
         )
         self._open_window(window)

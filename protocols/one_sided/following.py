@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from asyncdist.collectives.one_sided import FollowedWindow
+from asyncdist.collectives.one_sided import StreamedWindow
 from asyncdist.protocols.joining.membership import Membership
 
 
 class WindowFollower:
     """Stops reading snapshots of members that leave or are lost, and starts reading those of admitted members."""
 
-    def __init__(self, membership: Membership, window: FollowedWindow) -> None:
+    def __init__(self, membership: Membership, window: StreamedWindow) -> None:
         self._membership = membership
         self._window = window
 

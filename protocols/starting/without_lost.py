@@ -60,7 +60,7 @@ async def start_without_lost(
 
 def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
     """Return the members of a policy that do not take part in its start, because they were lost or restarted."""
-    replaced = world.agreements.incarnations.replaced(meeting.key)
+    replaced = world.agreements.absences.replaced(meeting.key)
     if meeting.ranks == ranks:
         return tuple(replaced)
     met = frozenset(meeting.ranks)

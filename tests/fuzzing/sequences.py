@@ -20,6 +20,7 @@ import numpy as np
 from support.drawing import draw_message
 from support.referee import Referee
 
+from asyncdist.collectives.agreement.absences import Absences
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import (
     AgreementKey,
@@ -27,6 +28,7 @@ from asyncdist.collectives.agreement.messages import (
     Gathered,
     Inquiry,
     Join,
+    Meeting,
     NotHere,
     Objection,
     Reminder,
@@ -37,7 +39,7 @@ from asyncdist.collectives.agreement.messages import (
     Withdraw as ReceivedWithdraw,
     runs_of,
 )
-from asyncdist.collectives.agreement.verdicts import Absentees, LateDecisions, allows_start, judge, raise_refusal
+from asyncdist.collectives.agreement.verdicts import LateDecisions, allows_start, judge, raise_refusal
 from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import AsyncdistError, RemoteProtocolError
@@ -386,7 +388,10 @@ def verdicts(rng: random.Random) -> None:
         came = rng.sample(members, rng.randrange(1, len(members) + 1))
         joins = {rank: draw_message(Join, rng, subject=key.text) for rank in came}
         gone, lost = {rng.randrange(size)}, {rng.randrange(size)}
-        absent = Absentees(members, (rng.randrange(size),), gone | lost, lost, set).ranks()
+        absences = Absences(size, 0)
+        absences.on_gone(RankSet(gone), is_lost=False)
+        absences.on_gone(RankSet(lost), is_lost=True)
+        absent = absences.of(Meeting(key, tuple(members), members[0], 0.0, (rng.randrange(size),)))
         missing = tuple(rank for rank in members if rank not in joins)
         verdict = judge(joins, came, missing, absent, lost, rng.choice(_TIMES_S))
         if not allows_start(verdict):

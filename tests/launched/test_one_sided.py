@@ -48,8 +48,8 @@ def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
     ("ranks", "transport", "story", "exposure"),
     [
         *(pytest.param(ranks, "mpi", "walk", "_SharedWindow", marks=pytest.mark.mpi) for ranks in SIZES),
-        *(pytest.param(ranks, "mpi", "apart", "_StreamedWindow", marks=pytest.mark.mpi) for ranks in SIZES),
-        (TORCH_SIZE, "torch", "walk", "FollowedWindow"),
+        *(pytest.param(ranks, "mpi", "apart", "StreamedWindow", marks=pytest.mark.mpi) for ranks in SIZES),
+        (TORCH_SIZE, "torch", "walk", "StreamedWindow"),
     ],
 )
 def test_every_one_sided_average_is_that_of_its_snapshots(

@@ -18,7 +18,7 @@ from asyncdist.collectives.group_ledger import Freed
 from asyncdist.errors import ClosedError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.early_frames import EARLY_FRAME_COUNT_MAX
+from asyncdist.messaging.demultiplexer import EARLY_FRAME_COUNT_MAX
 from asyncdist.waits import A_CONDITION
 
 
@@ -28,7 +28,7 @@ def send_raw(world: World, frame: bytes, dest: int, tag: int = TAG) -> None:
 
 
 def frame_for(channel: Channel[Any], message: Any, **changes: int) -> bytes:
-    kind, payload = channel._codec.encode(message)
+    kind, payload = channel.codec.encode(message)
     return raw_frame(channel, payload, **{"kind": kind, **changes})
 
 
@@ -153,7 +153,7 @@ async def test_frame_that_uses_reserved_bits_of_its_route_is_dropped(pair: list[
     a, b = both(pair)
     route = bytearray(wire.pack_route(0, NONCE, 0, a.scope))
     route[2] = 1
-    send_raw(pair[0], bytes(wire.FrameWriter(bytes(route)).frame(0, 1, a._codec.encode(Number(1))[1])), 1)
+    send_raw(pair[0], bytes(wire.FrameWriter(bytes(route)).frame(0, 1, a.codec.encode(Number(1))[1])), 1)
     pair[1].services.engine.poll()
     assert b.receive_nowait() is None
     assert dropped(pair[1]) == {"reserved part of the route": 1}

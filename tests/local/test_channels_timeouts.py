@@ -47,7 +47,7 @@ async def test_timeout_reports_messages_for_a_channel_that_is_not_open(pair: lis
 async def test_waiting_with_messages_for_an_unopened_channel_logs_once(
     pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncdist.messaging.early_frames.EARLY_PATIENCE_S", 0.01)
+    monkeypatch.setattr("asyncdist.messaging.demultiplexer.EARLY_PATIENCE_S", 0.01)
     numbers, _ = both(pair)
     second = pair[1].channel(Number, tag=TAG)
     second.send_nowait(Number(1), 0)
@@ -68,7 +68,7 @@ async def test_waiting_with_messages_for_an_unopened_channel_logs_once(
 async def test_a_channel_that_is_opened_in_time_is_not_told_of(
     pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncdist.messaging.early_frames.EARLY_PATIENCE_S", 0.01)
+    monkeypatch.setattr("asyncdist.messaging.demultiplexer.EARLY_PATIENCE_S", 0.01)
     numbers, _ = both(pair)
     second = pair[1].channel(Number, tag=TAG)
     waiting = asyncio.ensure_future(numbers.receive(timeout_s=0.1))

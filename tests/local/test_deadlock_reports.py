@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import asyncdist as ad
-from asyncdist.runtime.story.activity import Activity
-from asyncdist.runtime.story.collecting import collect
+from asyncdist.runtime.story.collecting import Activity, collect
 from asyncdist.story.facts import RankStory
 from asyncdist.story.waiting import stuck_ranks
 

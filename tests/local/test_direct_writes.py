@@ -20,7 +20,7 @@ from asyncdist import tags
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import ClosedError, RankLostError
 from asyncdist.host_memory.cross_memory_attach import PeerProcess
-from asyncdist.messaging import direct_write_streams, streams, user_streams
+from asyncdist.messaging import streams, user_streams
 from asyncdist.messaging.channels import Envelope
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.world import World
@@ -33,10 +33,10 @@ SIZES = (0, 1, MIN - 1, MIN, PIECE, PIECE + 1, 7 * PIECE + 13)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIECE_NBYTES", "SHARED_PIECE_NBYTES", "CHUNK_NBYTES"):
-        monkeypatch.setattr(direct_write_streams, name, PIECE)
+        monkeypatch.setattr(user_streams, name, PIECE)
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", PIECE)
     for name in ("ATTENTION_S", "ATTENTION_CPU_S"):
-        monkeypatch.setattr(direct_write_streams, name, math.inf)
+        monkeypatch.setattr(user_streams, name, math.inf)
     monkeypatch.setattr(user_streams, "WRITTEN_NBYTES_MIN", MIN)
     monkeypatch.setattr(user_streams, "_PAGE_NBYTES", 16)
 
@@ -123,7 +123,7 @@ async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]
 async def test_a_pass_takes_less_while_another_task_waits(
     monkeypatch: pytest.MonkeyPatch, writes: list[int], others: bool
 ) -> None:
-    monkeypatch.setattr(direct_write_streams, "SHARED_PIECE_NBYTES", PIECE // 4)
+    monkeypatch.setattr(user_streams, "SHARED_PIECE_NBYTES", PIECE // 4)
     received: list[int] = []
     poll = streams.Pacer.poll
     monkeypatch.setattr(streams.Pacer, "poll", lambda self: (received.append(poll(self)), received[-1])[1])
@@ -212,11 +212,11 @@ async def test_preempted_sender_continues_to_write(
     monkeypatch: pytest.MonkeyPatch, writes: list[int], seconds: float, cpu_s: float, is_over: bool
 ) -> None:
     """A sender that has computed since its last piece, or was away for long, sends the rest as messages."""
-    monkeypatch.setattr(direct_write_streams, "ATTENTION_S", 0.02)
-    monkeypatch.setattr(direct_write_streams, "ATTENTION_CPU_S", 0.001)
+    monkeypatch.setattr(user_streams, "ATTENTION_S", 0.02)
+    monkeypatch.setattr(user_streams, "ATTENTION_CPU_S", 0.001)
     now = [0.0, 0.0]
     clock = types.SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[1])
-    monkeypatch.setattr(direct_write_streams, "time", clock)
+    monkeypatch.setattr(user_streams, "time", clock)
     async with neighbours(0.5) as (sender, receiver), asyncio.timeout(60):
         await acquaint(sender, receiver)
         room = torch.zeros(40 * PIECE, dtype=torch.uint8)
@@ -244,7 +244,7 @@ async def test_unwritten_rest_has_the_chunks_of_the_grant(
         )
         room = torch.zeros(40 * PIECE, dtype=torch.uint8)
         sending, receiving = await under_way(sender, receiver, writes, room)
-        monkeypatch.setattr(direct_write_streams, "ATTENTION_S", -1.0)
+        monkeypatch.setattr(user_streams, "ATTENTION_S", -1.0)
         await asyncio.gather(sending, receiving)
         assert torch.equal(room, numbers(40 * PIECE))
         assert sum(sizes) + sum(writes) >= room.nbytes
@@ -332,7 +332,7 @@ async def test_sender_that_computes_sends_the_rest_at_its_safe_points(
         before = sender.services.slots.sent_nbytes
         sending, receiving = await under_way(sender, receiver, writes, room)
         written = len(writes)
-        monkeypatch.setattr(direct_write_streams, "ATTENTION_S", -1.0)
+        monkeypatch.setattr(user_streams, "ATTENTION_S", -1.0)
         await asyncio.gather(sending, receiving)
         assert torch.equal(room, tensor)
         assert len(writes) == written

@@ -15,7 +15,7 @@ from support.local import eventually, run, worlds, yields
 from asyncdist import World, simulate
 from asyncdist.errors import BusyError, RankLostError
 from asyncdist.messaging import flow_control
-from asyncdist.messaging.early_frames import EARLY_FRAME_COUNT_MAX
+from asyncdist.messaging.demultiplexer import EARLY_FRAME_COUNT_MAX
 from asyncdist.messaging.flow_control import TagFlow
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import Kill, Restart, replay

@@ -10,7 +10,7 @@ import torch
 from support.local import worlds
 
 from asyncdist.collectives.algorithms import ordered_reduce
-from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, fold_in_shares
+from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, fold_in_shares
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.means import mean_into
 
@@ -45,7 +45,7 @@ async def test_every_rank_gets_the_fold_in_rank_order(size: int, count: int) -> 
             flats = [part.clone() for part in parts]
             await asyncio.gather(
                 *(
-                    fold_in_shares(w.services.engine, w.collectives._buffers, w.group, flat, mean, Into(flat))
+                    fold_in_shares(w.services.engine, w.collectives._buffers, w.group, flat, mean, flat)
                     for w, flat in zip(made, flats, strict=True)
                 )
             )
@@ -59,7 +59,7 @@ async def test_every_rank_gets_the_fold_in_rank_order(size: int, count: int) -> 
                     w.group,
                     part.clone(),
                     lambda parts: mean(parts).double(),
-                    Into(result),
+                    result,
                 )
                 for w, part, result in zip(made, parts, results, strict=True)
             )

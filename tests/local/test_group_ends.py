@@ -33,7 +33,7 @@ def nothing_is_kept(world: World) -> bool:
         world.peers.groups.ledger._entries
         or world.peers.groups.ledger._early
         or attendance._freed
-        or attendance._spoiled
+        or attendance.spoiled_tags
     )
 
 
@@ -271,7 +271,7 @@ def test_successive_policies_and_meshes_keep_no_group_or_subject() -> None:
                 await ad.psum(torch.ones(1), "DP", mesh=mesh)
         while world.peers.groups.ledger.numbers_in_use():
             await world.safe_point()
-        subjects = set(world.agreements._counts) | set(world.agreements._absences.withdrawn)
+        subjects = set(world.agreements._counts) | set(world.agreements.absences.withdrawn)
         assert not [key for key in subjects if "axis" in str(key) or "averaging" in str(key)], subjects
         return len(world.peers.groups.ledger._entries), len(subjects), len(world.scratch._kept)
 

@@ -27,8 +27,8 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.collectives import collectives
 from asyncdist.collectives.algorithms import shared_memory_reduce
-from asyncdist.collectives.algorithms.left_folds import MEAN
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, fold_in_shares
+from asyncdist.collectives.algorithms.reductions import MEAN
 from asyncdist.collectives.algorithms.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.collectives.groups import Group
 from asyncdist.host_memory import shared_memory

@@ -136,7 +136,7 @@ def test_reader_of_a_lost_donor_keeps_its_weights(long_stream: bool, monkeypatch
     if long_stream:
         monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
         monkeypatch.setattr(matching, "EAGER_NBYTES", 16)
-        answer = one_sided._StreamedWindow._answer
+        answer = one_sided.StreamedWindow._answer
 
         async def die_in_the_midst(self: Any, found: Any, *, refused: bool) -> None:
             sending = asyncio.ensure_future(answer(self, found, refused=refused))
@@ -146,7 +146,7 @@ def test_reader_of_a_lost_donor_keeps_its_weights(long_stream: bool, monkeypatch
                 dead.append(3)
             await sending
 
-        monkeypatch.setattr(one_sided._StreamedWindow, "_answer", die_in_the_midst)
+        monkeypatch.setattr(one_sided.StreamedWindow, "_answer", die_in_the_midst)
     ledger = Ledger()
     told: dict[int, list[StepInfo]] = {0: [], 1: [], 2: [], 3: []}
     counts: dict[int, OneSidedStatistics] = {}

@@ -10,7 +10,7 @@ import torch
 from support.local import eventually, worlds, yields
 
 from asyncdist import tags
-from asyncdist.messaging import early_frames, streams
+from asyncdist.messaging import demultiplexer, streams
 from asyncdist.runtime.world import World
 from asyncdist.transports.matching import EAGER_NBYTES
 
@@ -67,7 +67,7 @@ async def test_send_cancelled_before_its_grant_arrived_answers_it() -> None:
 
 async def test_many_grants_may_come_before_the_first_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: grants beyond the limit of early messages were dropped if a protocol used the tag, and all waited."""
-    monkeypatch.setattr(early_frames, "EARLY_FRAME_COUNT_MAX", 8)
+    monkeypatch.setattr(demultiplexer, "EARLY_FRAME_COUNT_MAX", 8)
     async with worlds(2) as (sender, receiver), asyncio.timeout(60):
         sender.services.open_channel(Greeting, tag=tags.PARAM, scope=1, name="other")
         tensors = [torch.zeros(1) for _ in range(20)]
@@ -81,7 +81,7 @@ async def test_many_grants_may_come_before_the_first_send(monkeypatch: pytest.Mo
 async def test_early_grants_leave_room_for_a_protocols_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: if the grants of streams filled the store of early messages, a protocol's message was dropped."""
     count = 8
-    monkeypatch.setattr(early_frames, "EARLY_FRAME_COUNT_MAX", count)
+    monkeypatch.setattr(demultiplexer, "EARLY_FRAME_COUNT_MAX", count)
     async with worlds(2) as (sender, receiver), asyncio.timeout(20):
         sender.services.open_channel(Greeting, tag=tags.PARAM, scope=2, name="first")
         tensors = [torch.zeros(1) for _ in range(count)]

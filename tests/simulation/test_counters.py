@@ -9,8 +9,7 @@ import torch
 
 import asyncdist as ad
 from asyncdist.live.counters import RankCounters
-from asyncdist.runtime.story.activity import Activity
-from asyncdist.runtime.story.collecting import collect, seconds_waited
+from asyncdist.runtime.story.collecting import Activity, collect, seconds_waited
 from asyncdist.simulation import Kill
 from protocols import AsyncSelectiveAveragingPolicy, SelectiveStatistics
 

@@ -217,8 +217,8 @@ def test_the_places_of_all_members_make_one_tree(size: int) -> None:
     assert [rank for rank, position in positions.items() if position.parent is None] == [top]
     for rank, position in positions.items():
         assert len(position.children) <= 2
-        assert all(positions[child.rank].parent == rank for child in position.children)
-        below = [number for child in position.children for number in range(child.number, child.last + 1)]
+        assert all(positions[child].parent == rank for child, _, _ in position.children)
+        below = [number for _, first, last in position.children for number in range(first, last + 1)]
         assert below == list(range(position.number + 1, position.last + 1))
 
 

@@ -13,7 +13,7 @@ from support.seeds import seeds
 from support.steady_network import Number, quiet
 
 import asyncdist as ad
-from asyncdist.runtime.departing.spanning_tree import SpanningTree
+from asyncdist.runtime.departing.departures import SpanningTree
 from asyncdist.runtime.peers import FLAT_SIZE_MAX
 from asyncdist.simulation import Corrupt, Fault, Kill, Partition, SimReport, Stall, simulate
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from asyncdist.collectives.agreement.incarnations import Incarnations
+from asyncdist.collectives.agreement.absences import Absences
 from asyncdist.collectives.agreement.messages import AgreementKey, Meeting
-from asyncdist.collectives.agreement.verdicts import Absences
 
 
 def test_only_a_withdrawal_is_stored() -> None:
     """Regression: each operation was stored. After 4096 of them, withdrawals were refused, and ranks waited."""
-    absences = Absences(Incarnations(0, 0))
+    absences = Absences(0, 0)
     keys = [AgreementKey.of(f"operation {number}", range(3)) for number in range(5)]
-    found = [absences.of(Meeting(key, (0, 1, 2), 0, 0.0)) for key in keys]
-    assert [each.ranks() for each in found] == [()] * 5 and not absences.withdrawn
+    meetings = [Meeting(key, (0, 1, 2), 0, 0.0) for key in keys]
+    assert [*map(absences.of, meetings)] == [()] * 5 and not absences.withdrawn
     absences.withdrawn[keys[3].of_all_occurrences] = {2}
-    assert [each.ranks() for each in found] == [(), (), (), (2,), ()]
+    assert [*map(absences.of, meetings)] == [(), (), (), (2,), ()]
     absences.gone.add(1)
-    assert [each.ranks() for each in found] == [(1,), (1,), (1,), (1, 2), (1,)]
+    assert [*map(absences.of, meetings)] == [(1,), (1,), (1,), (1, 2), (1,)]

@@ -12,8 +12,7 @@ from support.seeds import seeds
 
 from asyncdist import RemoteProtocolError
 from asyncdist.messaging import wire
-from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndAcknowledged, Stage
-from asyncdist.runtime.departing.spanning_tree import SpanningTree
+from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndAcknowledged, SpanningTree, Stage
 
 
 @given(st.integers(1, 70), st.randoms(use_true_random=False))

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from support.selective import OpenedCoordinator
 
 from asyncdist import LateError, RemoteProtocolError
-from asyncdist.collectives.agreement.incarnations import Incarnations
+from asyncdist.collectives.agreement.absences import Absences
 from asyncdist.waits import WaitId
 from protocols.joining.dispatcher import Application, NotMember, Welcome
 from protocols.joining.state_transfer import packed, unpacked
@@ -143,17 +143,17 @@ def test_new_coordinator_ignores_a_rank_outside_the_policy() -> None:
 
 
 def test_what_is_agreed_on_after_a_restart_is_another_subject() -> None:
-    known = Incarnations(0, 0)
+    known = Absences(0, 0)
     before = known.key_of("a policy's start", [0, 1, 2])
     assert not known.replaced(before)
-    known.note(2, 1)
+    known.on_returned(2, 1)
     assert known.replaced(before) == (2,)
-    assert known.key_of("a policy's start", [0, 1]) == Incarnations(0, 0).key_of("a policy's start", [0, 1])
+    assert known.key_of("a policy's start", [0, 1]) == Absences(0, 0).key_of("a policy's start", [0, 1])
     after = known.key_of("a policy's start", [0, 1, 2])
     assert after != before
     assert not known.replaced(after)
     assert known.replaced(type(after).parse(f"{after}, time 2")) == ()
-    known.note(2, 2)
+    known.on_returned(2, 2)
     assert known.replaced(after) == (2,)
     assert known.losses([2, 1]) == ((1, 0), (2, 2))
 

@@ -9,7 +9,7 @@ therefore gets an error instead of hanging. A member that cannot start, for exam
 Other modules handle special cases:
 
 - :mod:`asyncdist.collectives.agreement.rival_starts`: members wait for each other in agreements with different leaders.
-- :mod:`asyncdist.collectives.start_turns`: starts must not overlap.
+- :class:`asyncdist.collectives.agreed_start.Turns`: starts must not overlap.
 - :mod:`asyncdist.collectives.agreed_start`: members give up.
 - :mod:`asyncdist.collectives.agreement.termination`: a leader is lost after it has notified only some members.
 - :mod:`asyncdist.collectives.agreement.relays`: the messages of large groups are relayed along a tree.
@@ -20,13 +20,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.collectives.agreement.incarnations import Incarnations
-from asyncdist.collectives.agreement.join_sender import JoinSender
+from asyncdist.collectives.agreement.absences import Absences
 from asyncdist.collectives.agreement.led_agreements import LedAgreements
 from asyncdist.collectives.agreement.messages import (
     Agreed,
@@ -42,21 +42,18 @@ from asyncdist.collectives.agreement.messages import (
     Verdict,
     Withdraw,
 )
-from asyncdist.collectives.agreement.relays import Relays
+from asyncdist.collectives.agreement.relays import JoinSender, Relays
 from asyncdist.collectives.agreement.rival_starts import Rivals
 from asyncdist.collectives.agreement.termination import Termination
 from asyncdist.collectives.agreement.verdicts import (
     POSTPONED,
-    Absences,
-    Absentees,
-    Caller,
     Postponed,
     allows_start,
     check_room,
     raise_refusal,
     start_timeout_error,
 )
-from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
+from asyncdist.errors import AsyncdistError, ClosedError, RankLostError, StartTimeoutError
 from asyncdist.tensors.serialization import name_and_message
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
@@ -79,6 +76,7 @@ class Agreements:
             methods.
 
     Attributes:
+        absences: Record of the ranks that cannot join agreements.
         join_sender: Sender of the messages with which this rank joins agreements of large groups.
         rivals: Detector of ranks that wait for each other in different starts.
     """
@@ -90,12 +88,11 @@ class Agreements:
         self._verdicts: dict[AgreementKey, Verdict] = {}
         self._counts: Counter[AgreementKey] = Counter()  # number of requested starts of each operation
         self._ahead: set[AgreementKey] = set()  # agreements that this rank has requested but not yet joined
-        self.incarnations = Incarnations(rank, engine.transport.incarnation)
-        self._absences = Absences(self.incarnations)
-        self.relays = Relays(engine, rank, self._send, self._absences.gone)
-        self.join_sender = JoinSender(self.relays, self._absences, self._send_anyway)
+        self.absences = Absences(rank, engine.transport.incarnation)
+        self.relays = Relays(engine, rank, self._send, self.absences.gone)
+        self.join_sender = JoinSender(self.relays, self.absences, self._send_anyway)
         self.led = LedAgreements(
-            rank, self._send, self._send_anyway, self._deliver, self._has_joined, self._absences, self.relays
+            rank, self._send, self._send_anyway, self._deliver, self._has_joined, self.absences, self.relays
         )
         self.rivals = Rivals(engine, rank, self.led.joins, self._send, self._object, self._next_occurrence)
         self.termination = Termination(engine, rank, self._send)
@@ -159,7 +156,7 @@ class Agreements:
         The caller must then await :meth:`meet` or call :meth:`decline`. The start is counted now rather than when
         this rank joins, so that abandoned starts are counted equally on all ranks.
         """
-        key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
+        key = self._next_occurrence(self.absences.key_of(subject, ranks))
         leader = ranks[0] if leader is None else leader
         self._ahead.add(key)
         return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to, outlives_leader)
@@ -178,7 +175,7 @@ class Agreements:
         timeout_s: float | None,
         taken: Runs = (),
         hold_s: float = 0.0,
-        caller: Caller | None = None,
+        on_late: Callable[[StartTimeoutError], None] | None = None,
         mark: int | None = None,
     ) -> Agreed:
         """Wait until all members of ``meeting`` are about to start its operation.
@@ -187,7 +184,8 @@ class Agreements:
 
         Args:
             meeting: Result of :meth:`next_request`. The timeout began with that call.
-            caller: Object to notify of the agreement's progress.
+            on_late: Function called if the leader has not sent its decision in time. This rank then continues to wait,
+                because the decision may be "go".
             mark: Number that may differ between members. Every member receives up to two of the different marks, and
                 therefore knows whether all marks are equal.
 
@@ -197,16 +195,13 @@ class Agreements:
         key = meeting.key
         self._ahead.discard(key)
         join = Join(key.text, tuple(sorted(values.items())), taken, () if mark is None else (mark,))
-        if caller is not None:
-            caller.on_asked()
-        gone = self._absences.of(meeting)
         if meeting.outlives_leader:
             self.termination.expect(key)
         try:
             if self._rank == meeting.leader:
-                verdict, first = await self._lead(meeting, join, gone, timeout_s)
+                verdict, first = await self._lead(meeting, join, timeout_s)
             else:
-                verdict, first = await self._follow(meeting, join, gone, timeout_s, hold_s, caller), join
+                verdict, first = await self._follow(meeting, join, timeout_s, hold_s, on_late), join
         except asyncio.CancelledError:
             if self._verdicts.pop(key, None) is None:
                 self._forsaken.add(key)
@@ -236,7 +231,7 @@ class Agreements:
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
         """Notify the other members that ``error`` prevents this rank from starting the operation ``subject``."""
-        key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
+        key = self._next_occurrence(self.absences.key_of(subject, ranks))
         self._object(Objection(key.text, *name_and_message(error)), ranks[0])
 
     def decline(self, meeting: Meeting, error: Exception | None = None) -> None:
@@ -295,26 +290,26 @@ class Agreements:
 
         Later agreements of the other ``ranks`` to start it raise ClosedError.
         """
-        key = self.incarnations.key_of(subject, ranks)
+        key = self.absences.key_of(subject, ranks)
         self.led.withdrawn.add(key)
         self.led.send_stored(key)  # Sent first, so that members that join later raise the refusal, not ClosedError.
-        lost = (rank for rank in self._absences.lost if not self.is_unmet(rank))
-        message = Withdraw(key.text, self.incarnations.losses(lost))
+        lost = (rank for rank in self.absences.lost if not self.is_unmet(rank))
+        message = Withdraw(key.text, self.absences.losses(lost))
         for rank in ranks:
             if rank != self._rank:
                 self._send(message, rank)
 
     def forget(self, ranks: Sequence[int], subject: str) -> None:
         """Remove the state of the operation ``subject``, which no member will start again."""
-        key = self.incarnations.key_of(subject, ranks)
+        key = self.absences.key_of(subject, ranks)
         self._counts.pop(key, None)
-        self._absences.withdrawn.pop(key, None)
+        self.absences.withdrawn.pop(key, None)
         self.led.withdrawn.discard(key)
         for unread in [each for each in self._verdicts if each.of_all_occurrences == key]:
             del self._verdicts[unread]
 
     def _send(self, message: Any, rank: int) -> None:
-        if rank not in self._absences.gone:
+        if rank not in self.absences.gone:
             with contextlib.suppress(RankLostError):
                 self._channel.send_nowait(message, rank)
 
@@ -326,26 +321,24 @@ class Agreements:
         self._counts[key] += 1
         return AgreementKey(key.subject, key.ranks, self._counts[key])
 
-    async def _lead(
-        self, meeting: Meeting, join: Join, gone: Absentees, timeout_s: float | None
-    ) -> tuple[Verdict, Join]:
+    async def _lead(self, meeting: Meeting, join: Join, timeout_s: float | None) -> tuple[Verdict, Join]:
         key = meeting.key
         over = self.led.over.decision_for(key, self._rank)
         if over is not None:
             return over, join
         joins = self.led.joins.setdefault(key, {})
         joins[self._rank] = join
-        await self._until_all_have_joined(meeting, joins, gone, timeout_s)
+        await self._until_all_have_joined(meeting, joins, timeout_s)
         over = self._verdicts.pop(key, None)
-        return self.led.decide(meeting, gone.ranks(), timeout_s or 0.0) if over is None else (over, join)
+        return self.led.decide(meeting, timeout_s or 0.0) if over is None else (over, join)
 
     async def _until_all_have_joined(
-        self, meeting: Meeting, joins: Mapping[int, Join], gone: Absentees, timeout_s: float | None
+        self, meeting: Meeting, joins: Mapping[int, Join], timeout_s: float | None
     ) -> None:
         key, ranks = meeting.key, meeting.ranks
 
         def is_over() -> bool:
-            return len(joins) == len(ranks) or key in self._verdicts or bool(gone.ranks())
+            return len(joins) == len(ranks) or key in self._verdicts or bool(self.absences.of(meeting))
 
         deadline = None if timeout_s is None else meeting.began_at + timeout_s
         what = WaitId(WaitKind.OTHER_MEMBERS, name=key.text)
@@ -363,10 +356,9 @@ class Agreements:
         self,
         meeting: Meeting,
         join: Join,
-        gone: Absentees,
         timeout_s: float | None,
         hold_s: float,
-        caller: Caller | None,
+        on_late: Callable[[StartTimeoutError], None] | None,
     ) -> Verdict:
         key, leader = meeting.key, meeting.leader
         deadline = None if timeout_s is None else meeting.began_at + timeout_s
@@ -374,17 +366,15 @@ class Agreements:
 
         def has_no_leader() -> bool:
             if is_large and has_asked:  # A leader that has left still answers a join, and its "go" may be in transit.
-                return leader in self._absences.lost or self.termination.excludes(key, leader)
-            return leader in gone.ranks() or self.termination.excludes(key, leader)
+                return leader in self.absences.lost or self.termination.excludes(key, leader)
+            return leader in self.absences.of(meeting) or self.termination.excludes(key, leader)
 
         def is_over() -> bool:
-            return key in self._verdicts or has_no_leader() or bool(gone.lost_bound_ranks())
+            return key in self._verdicts or has_no_leader() or bool(self.absences.lost_bound_ranks(meeting))
 
-        def on_late(missing: tuple[int, ...]) -> None:
-            if caller is not None:
-                caller.on_timeout(
-                    start_timeout_error(Verdict(join.subject, missing=missing, waited_s=timeout_s or 0.0))
-                )
+        def note_late(missing: tuple[int, ...]) -> None:
+            if on_late is not None:
+                on_late(start_timeout_error(Verdict(join.subject, missing=missing, waited_s=timeout_s or 0.0)))
 
         if is_large and (key, leader) in self.relays.decisions:
             self._handle_verdict(self.relays.decisions[key, leader])
@@ -400,23 +390,24 @@ class Agreements:
                 self._send(Inquiry(key.text, timeout_s), leader)
             is_decided = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         if not is_decided:
-            if caller is None:
+            if on_late is None:
                 self._forsaken.add(key)
                 return Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
-            on_late((leader,))
+            note_late((leader,))
             await self._engine.until(is_over, what)
         if meeting.outlives_leader and has_asked and key not in self._verdicts and has_no_leader():
             late_at = None if deadline is None else deadline + MEMBER_PATIENCE_S
-            await self.termination.ask(meeting, gone.ranks, lambda: key in self._verdicts, on_late, late_at)
+            gone = functools.partial(self.absences.of, meeting)
+            await self.termination.ask(meeting, gone, lambda: key in self._verdicts, note_late, late_at)
         verdict = self._verdicts.pop(key, None)
-        return verdict or self._verdict_without(meeting, gone, is_leaderless=has_no_leader())
+        return verdict or self._verdict_without(meeting, is_leaderless=has_no_leader())
 
-    def _verdict_without(self, meeting: Meeting, gone: Absentees, *, is_leaderless: bool) -> Verdict:
+    def _verdict_without(self, meeting: Meeting, *, is_leaderless: bool) -> Verdict:
         """Return the refusal of an agreement whose leader, or another required rank, is lost or has left the world."""
         key, leader = meeting.key, meeting.leader
-        all_lost = self._absences.lost_to(key)
+        all_lost = self.absences.lost_to(key)
         lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
-        if leader in gone.ranks():
+        if leader in self.absences.of(meeting):
             return Verdict(key.text, gone=(leader,), lost=lost)
         if is_leaderless:
             return Verdict(key.text, gone=(leader,), lost=(leader, *lost))
@@ -464,7 +455,7 @@ class Agreements:
         if not self.termination.excludes(spread.key, source):
             self.termination.keep(spread.verdict)
             self.relays.spread(spread.verdict, spread.leader, ranks)
-            if ranks >> self._rank & 1:
+            if self._rank in ranks:
                 self._handle_verdict(spread.verdict)
 
     def _handle_verdict(self, verdict: Verdict) -> None:
@@ -482,7 +473,7 @@ class Agreements:
     def on_decision_request(self, request: DecisionRequest, source: int) -> None:
         """Answer another member that asks for the decision of a lost leader."""
         # A restarted rank cannot answer, because its previous process was the member.
-        if self._rank not in self.incarnations.replaced(request.key):
+        if self._rank not in self.absences.replaced(request.key):
             self.termination.on_request(request, source)
 
     def on_join(self, join: Join, source: int) -> None:
@@ -492,7 +483,7 @@ class Agreements:
 
     def on_withdraw(self, message: Withdraw, source: int) -> None:
         """Record that a member will never start the operation in ``message`` again."""
-        key, withdrawn = message.key, self._absences.withdrawn
+        key, withdrawn = message.key, self.absences.withdrawn
         check_room(withdrawn, key)
         withdrawn.setdefault(key, set()).add(source)
         self.led.over.on_withdrawn(source, key)
@@ -500,15 +491,12 @@ class Agreements:
 
     def on_gone(self, ranks: RankSet, *, is_lost: bool) -> None:
         """Record that ranks have left or are lost, and end the agreements that wait for them."""
-        self._absences.gone |= ranks
-        self._absences.lost.update(ranks if is_lost else ())
+        self.absences.on_gone(ranks, is_lost=is_lost)
         self.led.on_gone(ranks)
         self.join_sender.on_gone(ranks)
         self._engine.recheck()
 
     def on_returned(self, rank: int, incarnation: int) -> None:
         """Record the restart of ``rank``, which ends agreements with its previous process."""
-        self.incarnations.note(rank, incarnation)
-        self._absences.gone.discard(rank)
-        self._absences.lost.discard(rank)
+        self.absences.on_returned(rank, incarnation)
         self._engine.recheck()

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
+from asyncdist.collectives.agreement.absences import Absences
 from asyncdist.collectives.agreement.messages import (
     AgreementKey,
     Gathered,
@@ -26,7 +27,6 @@ from asyncdist.collectives.agreement.messages import (
 from asyncdist.collectives.agreement.relays import Relays
 from asyncdist.collectives.agreement.verdicts import (
     POSTPONED,
-    Absences,
     LateDecisions,
     check_room,
     first_difference,
@@ -78,11 +78,10 @@ class LedAgreements:
         # The following attributes describe undecided agreements of large groups.
         self._direct: dict[AgreementKey, set[int]] = {}  # members whose relayed joins are ignored
         self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # members asked after the timeout
-        self._doubted: dict[
-            AgreementKey, tuple[Objection, int]
-        ] = {}  # objections that take effect when a member answers that it has not joined
+        # Objections that take effect when a member answers that it has not joined:
+        self._doubted: dict[AgreementKey, tuple[Objection, int]] = {}
 
-    def decide(self, meeting: Meeting, gone: tuple[int, ...], waited_s: float) -> tuple[Verdict, Join]:
+    def decide(self, meeting: Meeting, waited_s: float) -> tuple[Verdict, Join]:
         """Decide an agreement that this rank has joined.
 
         Return the decision and the first of the compared join messages.
@@ -91,7 +90,7 @@ class LedAgreements:
         joins = self.joins.pop(key)
         missing = tuple(rank for rank in ranks if rank not in joins)
         compared = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
-        verdict = judge(joins, compared, missing, gone, self._absences.lost_to(key), waited_s)
+        verdict = judge(joins, compared, missing, self._absences.of(meeting), self._absences.lost_to(key), waited_s)
         self._notify_others(joins, verdict)
         self._keep_for(missing, verdict)
         return verdict, joins[compared[0]]
@@ -100,9 +99,8 @@ class LedAgreements:
         """Record that a member has joined an agreement that this rank leads or will lead."""
         key = join.key
         if source in self._absences.gone:
-            if source not in self._absences.lost and self._relays.carry(
-                key
-            ):  # The member has left the world, but still waits for the decision.
+            # If the member has left the world, it still waits for the decision.
+            if source not in self._absences.lost and self._relays.carry(key):
                 over = self.over.decision_for(key, source) or self._decided(key)
                 self._send_anyway(over or Verdict(key.text, gone=(source,)), source)
             return
@@ -127,12 +125,12 @@ class LedAgreements:
         Raise RemoteProtocolError for an invalid message.
         """
         key = gathered.key
-        ranks = RankSet.of_bits(self._relays.ranks_of(gathered)) - self._absences.gone
+        ranks = self._relays.ranks_of(gathered) - self._absences.gone
         ranks -= {self._rank, *self._direct.get(key, ())}
         overs = [over for rank in ranks if (over := self.over.decision_for(key, rank)) is not None]
         over = overs[0] if overs else self._decided(key)
         if over is not None:
-            self._relays.spread(over, self._rank, ranks.bits)
+            self._relays.spread(over, self._rank, ranks)
         elif ranks:
             check_room(self.joins, key)
             join = Join(gathered.subject, gathered.values, gathered.taken, gathered.marks)
@@ -290,7 +288,7 @@ class LedAgreements:
             self._called.pop(key, None)
             self._doubted.pop(key, None)
             direct = self._direct.pop(key, set())
-            self._relays.spread(verdict, self._rank, RankSet(set(others) - direct).bits)
+            self._relays.spread(verdict, self._rank, RankSet(set(others) - direct))
             others = [rank for rank in others if rank in direct]
         for rank in others:
             self._send(verdict, rank)

@@ -32,7 +32,7 @@ class AgreementKey:
     Attributes:
         subject: Name of the operation that the members start.
         occurrence: Number of this start of the operation by these ranks, from 1, or 0 in a key for all starts.
-        is_second: Whether this is the second agreement of a start (:mod:`asyncdist.collectives.start_turns`).
+        is_second: Whether this is the second agreement of a start (:class:`asyncdist.collectives.agreed_start.Turns`).
     """
 
     subject: str
@@ -117,10 +117,9 @@ def _has_room(runs: Runs, size: int) -> bool:
     return all(0 <= first <= last < size for first, last in runs) and sum(b - a + 1 for a, b in runs) <= size
 
 
+@dataclass(frozen=True, slots=True)
 class Keyed:
     """Base class of messages that contain the key of an agreement, as the string ``subject``."""
-
-    __slots__ = ()
 
     subject: str
 
@@ -139,7 +138,6 @@ class Join(Keyed):
         marks: The sender's ``mark``, a number that may differ between members, or an empty tuple.
     """
 
-    subject: str
     values: tuple[tuple[str, str], ...]
     taken: Runs
     marks: tuple[int, ...] = ()
@@ -155,7 +153,6 @@ class Objection(Keyed):
             always valid.
     """
 
-    subject: str
     kind: str
     text: str
     absent: Runs = ()
@@ -170,7 +167,6 @@ class Objection(Keyed):
 class Reminder(Keyed):
     """Message with which a leader reminds a missing member that the ranks ``present`` wait for it."""
 
-    subject: str
     present: Runs
 
 
@@ -178,7 +174,6 @@ class Reminder(Keyed):
 class Inquiry(Keyed):
     """Message with which a member asks the leader to refuse the start, because its timeout has passed."""
 
-    subject: str
     waited_s: float
 
 
@@ -198,7 +193,6 @@ class Verdict(Keyed):
         marks: Up to two different numbers that members passed as their ``mark``.
     """
 
-    subject: str
     difference: str = ""
     refusal: str = ""
     missing: tuple[int, ...] = ()
@@ -223,7 +217,6 @@ class DecisionRequest(Keyed):
         absent: The lost leader, and all other ranks from which the sender no longer accepts the decision.
     """
 
-    subject: str
     absent: Runs
 
 
@@ -234,7 +227,6 @@ class Undecided(Keyed):
     The member promises not to accept the decision from the ranks ``absent``.
     """
 
-    subject: str
     absent: Runs
 
 
@@ -249,7 +241,6 @@ class Gathered(Keyed):
         taken: Resource numbers, such as group tags, that any of these ranks uses.
     """
 
-    subject: str
     leader: int
     ranks: Runs
     values: tuple[tuple[str, str], ...]
@@ -258,7 +249,7 @@ class Gathered(Keyed):
 
 
 @dataclass(frozen=True, slots=True)
-class Spread(Keyed):
+class Spread:
     """Message that relays a large group's decision down the tree, for the ``ranks`` in the receiver's subtree."""
 
     verdict: Verdict
@@ -266,9 +257,9 @@ class Spread(Keyed):
     ranks: Runs
 
     @property
-    def subject(self) -> str:  # type: ignore[override]
-        """The agreement's key as a string."""
-        return self.verdict.subject
+    def key(self) -> AgreementKey:
+        """Key of the agreement to which the message belongs."""
+        return self.verdict.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,21 +269,16 @@ class RollCall(Keyed):
     A member whose join is still being relayed along the tree answers by sending its join to the leader directly.
     """
 
-    subject: str
-
 
 @dataclass(frozen=True, slots=True)
 class NotHere(Keyed):
     """Answer to a :class:`RollCall` from a member that has not joined the agreement."""
-
-    subject: str
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Keyed):
     """Message with which a member notifies the other members that it will never start an operation again."""
 
-    subject: str
     lost: Losses = ()
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
-from asyncdist.collectives.agreement.incarnations import Incarnations
-from asyncdist.collectives.agreement.messages import AgreementKey, Join, Meeting, Verdict, first_free, first_two
+from asyncdist.collectives.agreement.messages import AgreementKey, Join, Verdict, first_free, first_two
 from asyncdist.errors import (
     ClosedError,
     DisagreementError,
@@ -26,19 +23,12 @@ POSTPONED: Final = "(postponed)"
 _KEPT_COUNT_MAX: Final = 4096
 
 
-@dataclass(slots=True)
-class _LateVerdict:
-    """Decision of an agreement that failed before all members joined, and the members that must still receive it."""
-
-    verdict: Verdict
-    absent: set[int]
-
-
 class LateDecisions:
     """Stores the decision of each failed agreement until every absent member has joined or can no longer join."""
 
     def __init__(self) -> None:
-        self._kept: dict[AgreementKey, _LateVerdict] = {}
+        # Each decision, with the members that have not received it.
+        self._kept: dict[AgreementKey, tuple[Verdict, set[int]]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -48,15 +38,15 @@ class LateDecisions:
         if absent:
             if len(self._kept) >= _KEPT_COUNT_MAX:
                 del self._kept[next(iter(self._kept))]
-            self._kept[verdict.key] = _LateVerdict(verdict, absent)
+            self._kept[verdict.key] = verdict, absent
 
     def decision_for(self, key: AgreementKey, rank: int) -> Verdict | None:
         """Return the decision of agreement ``key`` for ``rank``, which has just joined, or None if undecided."""
-        late = self._kept.get(key)
-        if late is None:
+        if key not in self._kept:
             return None
+        verdict, _ = self._kept[key]
         self._expect_no_more(rank, [key])
-        return late.verdict
+        return verdict
 
     def on_withdrawn(self, rank: int, key: AgreementKey) -> None:
         """Stop storing decisions for ``rank``, which never starts operation ``key`` again."""
@@ -73,13 +63,13 @@ class LateDecisions:
         Each decision is paired with the members that have not received it.
         """
         keys = [key for key in self._kept if operation in (None, key.of_all_occurrences)]
-        return [(late.verdict, late.absent) for late in map(self._kept.pop, keys)]
+        return [self._kept.pop(key) for key in keys]
 
     def _expect_no_more(self, rank: int, keys: Iterable[AgreementKey]) -> None:
         for key in keys:
-            late = self._kept[key]
-            late.absent.discard(rank)
-            if not late.absent:
+            _, absent = self._kept[key]
+            absent.discard(rank)
+            if not absent:
                 del self._kept[key]
 
 
@@ -96,94 +86,6 @@ class Postponed(Exception):
 
     The rank must join again.
     """
-
-
-class Caller(Protocol):
-    """Interface of the object that is notified of an agreement's progress."""
-
-    def on_asked(self) -> None:
-        """Called when this rank joins the agreement."""
-
-    def on_timeout(self, error: StartTimeoutError) -> None:
-        """Called if the leader has not sent its decision in time.
-
-        This rank continues to wait, because the decision may be "go".
-        """
-
-
-class Absentees:
-    """Finds the ranks whose absence prevents an agreement from succeeding. The arguments may change between calls.
-
-    Args:
-        bound_to: Ranks that are not members, but whose loss ends the agreement.
-        left: All ranks that have left the world or are lost.
-        withdrawn: Function that returns the members that never start the agreement's operation again.
-        replaced: Function that returns the members that were lost and restarted.
-    """
-
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        bound_to: Sequence[int],
-        left: Collection[int],
-        lost: set[int],
-        withdrawn: Callable[[], Collection[int]],
-        replaced: Callable[[], Collection[int]] = tuple,
-    ) -> None:
-        self._ranks = ranks
-        self._bound_to = bound_to
-        self._left = left
-        self._lost = lost
-        self._withdrawn = withdrawn
-        self._replaced = replaced
-
-    def ranks(self) -> tuple[int, ...]:
-        """Return the members that will never join the agreement, in order, and then the lost ranks of ``bound_to``."""
-        sets = self._left, self._withdrawn(), self._replaced()
-        if not any(sets):
-            return ()
-        absent = tuple(rank for rank in self._ranks if any(rank in each for each in sets))
-        return absent + self.lost_bound_ranks()
-
-    def lost_bound_ranks(self) -> tuple[int, ...]:
-        """Return the lost ranks of ``bound_to``."""
-        return tuple(rank for rank in self._bound_to if rank in self._lost)
-
-
-class Absences:
-    """Records which ranks have left or are lost, and which collective operations each of them will never start."""
-
-    def __init__(self, incarnations: Incarnations) -> None:
-        self._incarnations = incarnations
-        self.gone = RankSet()
-        self.lost: set[int] = set()
-        self.withdrawn: dict[AgreementKey, set[int]] = {}
-
-    def of(self, meeting: Meeting) -> Absentees:
-        """Return an object whose methods find, at each call, the ranks whose absence prevents ``meeting``."""
-        withdrawn = functools.partial(self._withdrawn_of, meeting.key.of_all_occurrences)
-        replaced = functools.partial(self._incarnations.replaced, meeting.key)
-        return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
-
-    def _withdrawn_of(self, operation: AgreementKey) -> Collection[int]:
-        return self.withdrawn.get(operation, ()) if self.withdrawn else ()
-
-    def lost_to(self, key: AgreementKey) -> set[int]:
-        """Return the lost ranks, and the members of agreement ``key`` that have been restarted since its request."""
-        return self.lost.union(self._incarnations.replaced(key))
-
-    def gone_members(self, key: AgreementKey) -> tuple[int, ...]:
-        """Return the members of agreement ``key`` that have left or are lost, in ascending order.
-
-        If a process was lost, agreements of a later process of its rank are not affected.
-        """
-        found = {*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}
-        return tuple(sorted(found - self._incarnations.unmet(key))) if found else ()
-
-    def may_join(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
-        """Return the members of ``ranks`` that may still join agreement ``key``."""
-        withdrawn = self._withdrawn_of(key.of_all_occurrences)
-        return {rank for rank in ranks if rank not in self.gone and rank not in withdrawn}
 
 
 def judge(

@@ -15,10 +15,11 @@ from typing import Any, Final
 import torch
 
 from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX
-from asyncdist.collectives.algorithms.left_folds import LeftFold
-from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, fold_in_shares
-from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX, TreeCollectives
+from asyncdist.collectives.algorithms import over_tree
+from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, fold_in_shares
+from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX
 from asyncdist.collectives.algorithms.pieces import check_nbytes, notice_of, piece_of, pieces, receive_exactly
+from asyncdist.collectives.algorithms.reductions import LeftFold
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
 from asyncdist.messaging.engine import Engine
@@ -35,19 +36,18 @@ class MessageCollectives:
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
         self._rank = rank
-        self._tree = TreeCollectives(engine)
 
     async def barrier(self, group: Group) -> None:
         """Wait until every member has entered the barrier."""
         if _is_large(group):
-            await self._tree.barrier(group)
+            await over_tree.barrier(self._engine, group)
         else:
             await self.all_gather(group, torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     async def broadcast(self, group: Group, view: memoryview, root: int) -> None:
         """Send the root's bytes to all members, which receive them into ``view``."""
         if _is_large(group):
-            await self._tree.broadcast(group, view, root)
+            await over_tree.broadcast(self._engine, group, view, root)
         elif self._rank == root:
             await _all_of([self._send(view, rank, group.tag) for rank in group.ranks if rank != root])
         else:
@@ -59,9 +59,9 @@ class MessageCollectives:
         if _is_large(group):
             if 0 < len(send) <= ROW_NBYTES_MAX:
                 flat = None if receive is None else flat_bytes(receive)
-                await self._tree.gather(group, send, [len(send)] * group.size, flat, root)
+                await over_tree.gather(self._engine, group, send, [len(send)] * group.size, flat, root)
                 return
-            await self._tree.wait_for_all(group, root)  # Let the root detect members that pass small rows.
+            await over_tree.wait_for_all(self._engine, group, root)  # Let the root detect members that pass small rows.
         await self._gather_rows(group, send, receive, root)
 
     async def gather_ragged(
@@ -69,7 +69,7 @@ class MessageCollectives:
     ) -> None:
         """Concatenate every member's bytes on ``root``. ``sizes`` has the number of bytes of each member."""
         if _is_large(group) and sum(sizes) <= ROW_NBYTES_MAX * group.size:
-            await self._tree.gather(group, send, sizes, receive, root)
+            await over_tree.gather(self._engine, group, send, sizes, receive, root)
             return
         if receive is None:
             if len(send):
@@ -112,7 +112,7 @@ class MessageCollectives:
     async def all_gather(self, group: Group, send: torch.Tensor) -> torch.Tensor:
         """Return every member's tensor, stacked in the group's order."""
         if _is_large(group):
-            return await self._tree.all_gather(group, send)
+            return await over_tree.all_gather(self._engine, group, send)
         root = group.ranks[0]
         receive = empty_stack(send, group.size)
         await self._gather_or_notify(group, byte_view(send), receive if self._rank == root else None, root)
@@ -124,12 +124,12 @@ class MessageCollectives:
         if not _is_large(group):
             return await self._fold_on_first(group, work, fold)
         if work.nbytes <= ROW_NBYTES_MAX:
-            return await self._tree.fold_rows(group, work, fold)
+            return await over_tree.fold_rows(self._engine, group, work, fold)
         flat = work.detach().view(-1)
-        result = await self._tree.fold_along_ranks(group, flat, fold)
+        result = await over_tree.fold_along_ranks(self._engine, group, flat, fold)
         if result is None:
             result = torch.empty_like(flat)
-            await fold_in_shares(self._engine, BufferPool(), group, flat, fold, Into(result))
+            await fold_in_shares(self._engine, BufferPool(), group, flat, fold, result)
         return result.view(work.shape)
 
     async def _fold_on_first(self, group: Group, work: torch.Tensor, fold: LeftFold) -> torch.Tensor:

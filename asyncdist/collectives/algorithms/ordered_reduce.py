@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncdist.collectives.groups import Group
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.bucket import Bucket
-from asyncdist.tensors.byte_views import byte_view
+from asyncdist.tensors.byte_views import byte_view, new_memory
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
@@ -81,9 +81,7 @@ class BufferPool:
     def take(self, nbytes: int) -> Tensor:
         """Return memory of at least ``nbytes`` bytes for the caller's exclusive use until :meth:`give_back`."""
         kept, self._kept = self._kept, None
-        return (
-            kept if kept is not None and len(kept) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        )
+        return kept if kept is not None and len(kept) >= nbytes else new_memory(nbytes)
 
     def give_back(self, memory: Tensor) -> None:
         """Keep ``memory`` for the next :meth:`take`. No request may still use it."""
@@ -91,36 +89,29 @@ class BufferPool:
             self._kept = memory
 
 
-class Into:
-    """Destination of a reduction's result: a 1-D tensor of the input's length, or the input itself."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 async def fold_in_shares(
-    engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
+    engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Tensor | Bucket
 ) -> None:
     """Reduce every member's tensor ``flat`` in rank order, and write the result to ``target``. All members await this.
 
     Args:
         group: Group of two or more members. No other messages may be in progress on its tag.
         flat: 1-D contiguous CPU tensor of equal length and dtype on all members.
-        target: Destination of the result. If it is a bucket, its tensors are copied piece by piece to ``flat``, the
-            bucket's flat tensor.
+        target: Destination of the result: a 1-D tensor of the length of ``flat``, which may be ``flat``, or a bucket. A
+            bucket's tensors are first copied piece by piece to ``flat``, the bucket's flat tensor.
     """
     await _Folding(engine, pool, group, flat, fold, target).run()
 
 
 class _Folding:
     def __init__(
-        self, engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
+        self, engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Tensor | Bucket
     ) -> None:
         self._engine = engine
         self._group = group
         self._flat = flat
         self._fold = fold
-        self._result = target.tensor if isinstance(target, Into) else None
+        self._result = None if isinstance(target, Bucket) else target
         self._bucket = target if isinstance(target, Bucket) else None
         share_count = -(-min(PIECE_NBYTES // flat.itemsize, len(flat)) // group.size)
         self._pieces = list(pieces(len(flat), group.size, share_count))

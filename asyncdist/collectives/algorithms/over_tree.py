@@ -19,10 +19,10 @@ from typing import Final, TypeAlias
 import torch
 
 from asyncdist.collectives.agreement.tree_shape import halves, path_to
-from asyncdist.collectives.algorithms.along_ranks import Passing
-from asyncdist.collectives.algorithms.left_folds import LeftFold
 from asyncdist.collectives.algorithms.ordered_reduce import Reduction
 from asyncdist.collectives.algorithms.pieces import (
+    AHEAD_COUNT,
+    PIECE_NBYTES,
     Outlet,
     attempt,
     piece_of,
@@ -32,10 +32,11 @@ from asyncdist.collectives.algorithms.pieces import (
     receive_in_pieces,
     send_pieces,
 )
+from asyncdist.collectives.algorithms.reductions import LeftFold
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine
-from asyncdist.tensors.byte_views import byte_view, empty_stack
+from asyncdist.tensors.byte_views import byte_view, empty_stack, new_memory
 
 #: Largest row, in bytes, that is gathered along the tree. With larger rows, members near the root would relay too many
 #: bytes.
@@ -49,23 +50,18 @@ Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
-    """A member's child in the tree of a collective. The child's subtree has the members ``number`` to ``last``."""
-
-    rank: int
-    number: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
 class TreePosition:
-    """A member's position in the tree of a collective. The member's subtree has the members ``number`` to ``last``."""
+    """A member's position in the tree of a collective. The member's subtree has the members ``number`` to ``last``.
+
+    Attributes:
+        children: Rank of each child, and the first and the last number in its subtree.
+    """
 
     tag: int
     number: int
     last: int
     parent: int | None
-    children: tuple[Child, ...]
+    children: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, group: Group, top: int) -> TreePosition:
@@ -79,176 +75,239 @@ class TreePosition:
             number,
             last,
             ranks[(above[-1] + shift) % size] if above else None,
-            tuple(Child(ranks[(first + shift) % size], first, end) for first, end in halves(number, last)),
+            tuple((ranks[(first + shift) % size], first, end) for first, end in halves(number, last)),
         )
 
 
-class TreeCollectives:
-    """Runs the collectives of one rank as messages along trees."""
+async def barrier(engine: Engine, group: Group) -> None:
+    """Wait until every member has entered the barrier."""
+    position, token = TreePosition.of(group, group.ranks[0]), memoryview(bytearray(1))
+    error = await _collect(engine, position, token, _everything(token))
+    raise_first(error, await _spread(engine, position, token, error=error))
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
 
-    async def barrier(self, group: Group) -> None:
-        """Wait until every member has entered the barrier."""
-        position, token = TreePosition.of(group, group.ranks[0]), memoryview(bytearray(1))
-        error = await self._collect(position, token, _everything(token))
-        raise_first(error, await self._spread(position, token, error=error))
+async def wait_for_all(engine: Engine, group: Group, root: int) -> None:
+    """Wait, on ``root`` only, until every member has called this method.
 
-    async def wait_for_all(self, group: Group, root: int) -> None:
-        """Wait, on ``root`` only, until every member has called this method.
+    Raises:
+        LocalProtocolError, TruncationError: On ``root``, if a member has called :meth:`gather` instead.
+    """
+    token = memoryview(bytearray(1))
+    error = await _collect(engine, TreePosition.of(group, root), token, _everything(token))
+    if not isinstance(error, RankLostError):  # raised later, after the root has received from the other members
+        raise_first(error)
 
-        Raises:
-            LocalProtocolError, TruncationError: On ``root``, if a member has called :meth:`gather` instead.
-        """
-        token = memoryview(bytearray(1))
-        error = await self._collect(TreePosition.of(group, root), token, _everything(token))
-        if not isinstance(
-            error, RankLostError
-        ):  # A loss is raised later, after the root has received from the other members.
-            raise_first(error)
 
-    async def broadcast(self, group: Group, view: memoryview, root: int) -> None:
-        """Send the root's bytes to all members, which receive them into ``view``."""
-        raise_first(await self._spread(TreePosition.of(group, root), view))
+async def broadcast(engine: Engine, group: Group, view: memoryview, root: int) -> None:
+    """Send the root's bytes to all members, which receive them into ``view``."""
+    raise_first(await _spread(engine, TreePosition.of(group, root), view))
 
-    async def gather(
-        self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
-    ) -> None:
-        """Gather every member's bytes, ``sizes`` of them, into the root's flat uint8 tensor ``receive``."""
-        position, shift = TreePosition.of(group, root), group.ranks.index(root)
-        starts = [0, *accumulate((*sizes[shift:], *sizes[:shift]))]
-        own, end = starts[position.number], starts[position.last + 1]
-        view = memoryview(bytearray(end - own))
-        view[: len(send)] = send
-        raise_first(
-            await self._collect(position, view, lambda first, last: (starts[first] - own, starts[last + 1] - own))
-        )
-        if receive is not None:
-            into, turn = byte_view(receive), sum(sizes[:shift])
-            into[turn:], into[:turn] = view[: end - turn], view[end - turn :]
 
-    async def all_gather(self, group: Group, send: torch.Tensor) -> torch.Tensor:
-        """Return every member's tensor, stacked in the group's order, on every member."""
-        position, nbytes = TreePosition.of(group, group.ranks[0]), send.nbytes
-        receive = empty_stack(send, group.size)
-        view = byte_view(receive)
-        view[position.number * nbytes : (position.number + 1) * nbytes] = byte_view(send)
+async def gather(
+    engine: Engine, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
+) -> None:
+    """Gather every member's bytes, ``sizes`` of them, into the root's flat uint8 tensor ``receive``."""
+    position, shift = TreePosition.of(group, root), group.ranks.index(root)
+    starts = [0, *accumulate((*sizes[shift:], *sizes[:shift]))]
+    own, end = starts[position.number], starts[position.last + 1]
+    view = memoryview(bytearray(end - own))
+    view[: len(send)] = send
+    raise_first(
+        await _collect(engine, position, view, lambda first, last: (starts[first] - own, starts[last + 1] - own))
+    )
+    if receive is not None:
+        into, turn = byte_view(receive), sum(sizes[:shift])
+        into[turn:], into[:turn] = view[: end - turn], view[end - turn :]
 
-        def rows(first: int, last: int) -> tuple[int, int]:
-            return first * nbytes, (last + 1) * nbytes
 
-        error = await self._collect(position, view, rows)
-        raise_first(error, await self._spread(position, view, has=rows, error=error))
-        return receive
+async def all_gather(engine: Engine, group: Group, send: torch.Tensor) -> torch.Tensor:
+    """Return every member's tensor, stacked in the group's order, on every member."""
+    position, nbytes = TreePosition.of(group, group.ranks[0]), send.nbytes
+    receive = empty_stack(send, group.size)
+    view = byte_view(receive)
+    view[position.number * nbytes : (position.number + 1) * nbytes] = byte_view(send)
 
-    async def fold_rows(self, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
-        """Reduce all members' small tensors in rank order on the first member. Every member gets the result."""
-        position, nbytes = TreePosition.of(group, group.ranks[0]), work.nbytes
-        rows = empty_stack(work, position.last - position.number + 1)
-        view = byte_view(rows)
-        view[:nbytes] = byte_view(work)
+    def rows(first: int, last: int) -> tuple[int, int]:
+        return first * nbytes, (last + 1) * nbytes
 
-        def stretch(first: int, last: int) -> tuple[int, int]:
-            return (first - position.number) * nbytes, (last + 1 - position.number) * nbytes
+    error = await _collect(engine, position, view, rows)
+    raise_first(error, await _spread(engine, position, view, has=rows, error=error))
+    return receive
 
-        error = await self._collect(position, view, stretch)
-        if position.parent is not None:
-            work = torch.empty_like(work)
-        elif error is None:
-            work = fold([*rows])
-        raise_first(error, await self._spread(position, byte_view(work), error=error))
-        return work
 
-    async def fold_along_ranks(self, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
-        """Reduce all members' flat tensors in rank order. Return None if the reduction needs all tensors at once."""
-        position, token = TreePosition.of(group, group.ranks[-1]), memoryview(bytearray(1))
-        # A member that passes fewer bytes calls fold_rows instead. This exchange detects the mismatch.
-        error = await self._collect(position, token, _everything(token))
-        error = await self._spread(position, token, error=error) or error
-        memory = torch.empty(_HEAD_NBYTES + values.nbytes, dtype=torch.uint8, device="cpu")
-        result = memory[_HEAD_NBYTES:].view(values.dtype)
-        passing = Passing(self._engine, group, values, fold, result)
-        error = await passing.run(error) or error
-        memory[0] = passing.is_whole
-        raise_first(error, await self._spread(position, byte_view(memory), error=error))
-        return result if memory[0] else None
+async def fold_rows(engine: Engine, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
+    """Reduce all members' small tensors in rank order on the first member. Every member gets the result."""
+    position, nbytes = TreePosition.of(group, group.ranks[0]), work.nbytes
+    rows = empty_stack(work, position.last - position.number + 1)
+    view = byte_view(rows)
+    view[:nbytes] = byte_view(work)
 
-    # -- up and down ------------------------------------------------------------------------------------------------
+    def stretch(first: int, last: int) -> tuple[int, int]:
+        return (first - position.number) * nbytes, (last + 1 - position.number) * nbytes
 
-    async def _collect(self, position: TreePosition, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
-        """Receive the subtree's bytes from the children, and send them to the parent together with this member's bytes.
+    error = await _collect(engine, position, view, stretch)
+    if position.parent is not None:
+        work = torch.empty_like(work)
+    elif error is None:
+        work = fold([*rows])
+    raise_first(error, await _spread(engine, position, byte_view(work), error=error))
+    return work
 
-        Return the first error, or None.
-        """
-        engine, tag = self._engine, position.tag
-        error: AsyncdistError | None = None
-        for child in position.children:  # Continue after an error, because the next child waits for its send.
-            low, high = stretch(child.number, child.last)
-            failed = await attempt(receive_in_pieces(engine, view, low, high, child.rank, tag))
-            error = error or failed
-        if position.parent is None:
-            return error
-        low, high = stretch(position.number, position.last)
 
-        async def send(outlet: Outlet) -> None:
-            if error is None:
-                await outlet.put_all(view, low, high)
-            elif low < high:
-                await outlet.send_error(error)
+async def fold_along_ranks(engine: Engine, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
+    """Reduce all members' flat tensors in rank order. Return None if the reduction needs all tensors at once."""
+    position, token = TreePosition.of(group, group.ranks[-1]), memoryview(bytearray(1))
+    # A member that passes fewer bytes calls fold_rows instead. This exchange detects the mismatch.
+    error = await _collect(engine, position, token, _everything(token))
+    error = await _spread(engine, position, token, error=error) or error
+    memory = new_memory(_HEAD_NBYTES + values.nbytes)
+    result = memory[_HEAD_NBYTES:].view(values.dtype)
+    failed, is_whole = await _pass_along(engine, group, values, fold, result, error)
+    error, memory[0] = failed or error, is_whole
+    raise_first(error, await _spread(engine, position, byte_view(memory), error=error))
+    return result if memory[0] else None
 
-        failed = await send_pieces(engine, position.parent, tag, send)
-        return error or failed
 
-    async def _spread(
-        self,
-        position: TreePosition,
-        view: memoryview,
-        *,
-        has: Stretch | None = None,
-        error: AsyncdistError | None = None,
-    ) -> AsyncdistError | None:
-        """Relay the root's bytes, or a notice of an error, to all members. Return the first error, or None.
+# -- up and down ------------------------------------------------------------------------------------------------------
 
-        Args:
-            has: Function that returns the byte range that a subtree already has, or None if subtrees have no bytes.
-            error: Earlier error on this member, of which its children are notified.
-        """
-        has = has or _nothing
-        feeds = [
-            _Feed(self._engine, position.tag, view, child.rank, has(child.number, child.last))
-            for child in position.children
-        ]
-        own = has(position.number, position.last)
-        try:
-            if position.parent is not None:
-                failed = await self._relay_down(view, own, position.parent, position.tag, feeds)
-                error = error or failed
-            for feed in feeds:
-                if error is None:
-                    await feed.advance(len(view))
-                else:
-                    await feed.outlet.send_error(error)
-            for feed in feeds:
-                failed = await feed.outlet.flush()
-                error = error or failed
-        finally:
-            for feed in feeds:
-                feed.outlet.give_up()
+
+async def _collect(engine: Engine, position: TreePosition, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
+    """Receive the subtree's bytes from the children, and send them to the parent together with this member's bytes.
+
+    Return the first error, or None.
+    """
+    tag = position.tag
+    error: AsyncdistError | None = None
+    for rank, first, last in position.children:  # Continue after an error, because the next child waits for its send.
+        low, high = stretch(first, last)
+        failed = await attempt(receive_in_pieces(engine, view, low, high, rank, tag))
+        error = error or failed
+    if position.parent is None:
         return error
+    low, high = stretch(position.number, position.last)
 
-    async def _relay_down(
-        self, view: memoryview, own: tuple[int, int], parent: int, tag: int, feeds: Sequence[_Feed]
-    ) -> AsyncdistError | None:
-        """Receive all bytes except the range ``own`` from the parent, and relay each piece as it arrives."""
-        first, end = own
-        for low, high in (*pieces(0, first), *pieces(end, len(view))):
-            error = await attempt(receive_exactly(self._engine, piece_of(view, low, high), parent, tag))
+    async def send(outlet: Outlet) -> None:
+        if error is None:
+            await outlet.put_all(view, low, high)
+        elif low < high:
+            await outlet.send_error(error)
+
+    failed = await send_pieces(engine, position.parent, tag, send)
+    return error or failed
+
+
+async def _spread(
+    engine: Engine,
+    position: TreePosition,
+    view: memoryview,
+    *,
+    has: Stretch | None = None,
+    error: AsyncdistError | None = None,
+) -> AsyncdistError | None:
+    """Relay the root's bytes, or a notice of an error, to all members. Return the first error, or None.
+
+    Args:
+        has: Function that returns the byte range that a subtree already has, or None if subtrees have no bytes.
+        error: Earlier error on this member, of which its children are notified.
+    """
+    has = has or _nothing
+    feeds = [_Feed(engine, position.tag, view, rank, has(first, last)) for rank, first, last in position.children]
+    own = has(position.number, position.last)
+    try:
+        if position.parent is not None:
+            failed = await _relay_down(engine, view, own, position.parent, position.tag, feeds)
+            error = error or failed
+        for feed in feeds:
+            if error is None:
+                await feed.advance(len(view))
+            else:
+                await feed.outlet.send_error(error)
+        for feed in feeds:
+            failed = await feed.outlet.flush()
+            error = error or failed
+    finally:
+        for feed in feeds:
+            feed.outlet.give_up()
+    return error
+
+
+async def _relay_down(
+    engine: Engine, view: memoryview, own: tuple[int, int], parent: int, tag: int, feeds: Sequence[_Feed]
+) -> AsyncdistError | None:
+    """Receive all bytes except the range ``own`` from the parent, and relay each piece as it arrives."""
+    first, end = own
+    for low, high in (*pieces(0, first), *pieces(end, len(view))):
+        error = await attempt(receive_exactly(engine, piece_of(view, low, high), parent, tag))
+        if error is not None:
+            return error
+        for feed in feeds:
+            await feed.advance(end if high == first else high)
+    return None
+
+
+async def _pass_along(
+    engine: Engine,
+    group: Group,
+    values: torch.Tensor,
+    fold: LeftFold,
+    result: torch.Tensor,
+    error: AsyncdistError | None,
+) -> tuple[AsyncdistError | None, bool]:
+    """Receive the partial result from the previous rank, add this rank's values, and send the sum to the next rank.
+
+    The last rank gets the result. No rank needs more memory than its own tensor and a few pieces. The pieces are
+    pipelined, so n ranks and p pieces take n + p hops. A reduction along a tree would need fewer hops, but would round
+    differently. If a rank fails, it sends the next rank a notice instead of the partial result.
+
+    Args:
+        values: This rank's tensor: flat, contiguous, on the CPU, with equal length and dtype on all members.
+        result: Tensor of the same length, which receives the result on the last member.
+        error: Earlier error on this rank, or None.
+
+    Returns:
+        Error that prevented this rank or the next rank from receiving the partial result, or None. And whether
+        ``result`` is complete on the last member, or the reduction needs all tensors at once.
+    """
+    if group.index + 1 == group.size:
+        failed, is_whole = await _receive_partial(engine, group, values, fold, result, None)
+        return failed or error, is_whole
+    with Outlet(engine, group.ranks[group.index + 1], group.tag) as outlet:
+        if error is not None:
+            await outlet.send_error(error)
+        failed, is_whole = await _receive_partial(engine, group, values, fold, result, outlet)
+        error = failed or error
+        if error is not None:
+            await outlet.send_error(error)
+        else:
+            # An end mark of one byte lets the receiver detect a different size.
+            await outlet.put(memoryview(bytearray(1)))
+        return await outlet.flush() or error, is_whole
+
+
+async def _receive_partial(
+    engine: Engine, group: Group, values: torch.Tensor, fold: LeftFold, result: torch.Tensor, outlet: Outlet | None
+) -> tuple[AsyncdistError | None, bool]:
+    """Receive the partial result, add this rank's values, and put the sums into ``outlet`` or else into ``result``."""
+    source, is_whole = group.ranks[group.index - 1] if group.index else None, True
+    count = PIECE_NBYTES // values.itemsize
+    totals = torch.empty(AHEAD_COUNT + 1, count, dtype=values.dtype, device="cpu")
+    results = torch.split(result, count)
+    for turn, piece in enumerate(torch.split(values, count)):
+        total = results[turn] if outlet is None else totals[turn % len(totals), : len(piece)]
+        if source is None:
+            total.copy_(piece)
+        else:
+            error = await attempt(receive_exactly(engine, byte_view(total), source, group.tag))
             if error is not None:
-                return error
-            for feed in feeds:
-                await feed.advance(end if high == first else high)
-        return None
+                return error, is_whole
+            fold.add(total, piece)
+        if outlet is not None:
+            await outlet.put(byte_view(total))
+        elif not fold.finish(total, piece, group.size):
+            is_whole = False
+    if source is None:
+        return None, is_whole
+    return await attempt(receive_exactly(engine, memoryview(bytearray(1)), source, group.tag)), is_whole
 
 
 class _Feed:

@@ -8,7 +8,7 @@ import logging
 import math
 import multiprocessing
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -24,6 +24,7 @@ from asyncdist.runtime.signals import SIGNALS, Interrupts, interrupt_error
 from asyncdist.runtime.stall_warnings import describe_wait, frames_of
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
+from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
 from asyncdist.wording import ranks_in_words
 
@@ -85,14 +86,13 @@ class FailureMonitor:
 
     def stop(self, error: BaseException) -> None:
         """Make main end with ``error``, unless an earlier error is already ending it."""
-        if self.error is not None or self._world.services.engine.failure is not None:
+        engine = self._world.services.engine
+        if self.error is not None or engine.failure is not None:
             return
         self.error = error
-        self._world.services.engine.fail(error)
+        engine.fail(error)
         if self._active:
-            self._timer = self._world.services.engine.call_later(
-                _CANCEL_AFTER_S, WaitId(WaitKind.MAIN_END), self._cancel
-            )
+            self._timer = engine.call_later(_CANCEL_AFTER_S, WaitId(WaitKind.MAIN_END), self._cancel)
 
     def _cancel(self) -> None:
         # If a signal has already cancelled main, main has more time to clean up.
@@ -112,22 +112,23 @@ async def fail(
     If a signal ends this rank, the other ranks have ``launcher_signals.STOP_S`` to clean up, as under a launcher. The
     report of all ranks' waits that ``report_waits()`` returns is printed after ``grace_s`` seconds, before any abort.
     """
-    loop = asyncio.get_running_loop()
+    loop, engine = asyncio.get_running_loop(), world.services.engine
     await _end_with_replica(world, transport, error)
     if is_consequence(error):
         await _wait_for_end_reason(world, _END_REASON_S)
-    from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
+    from_peer = is_consequence(error) and isinstance(engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises the error for all ranks of the process.
     first_rank = await _rank_with_same_error(world, error) if not in_process or world.services.reports_in_turn else None
     if not in_process:
         with _notified_anyway(world.rank, error):
             if first_rank is None:
-                _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
+                _print_failure(world.rank, error, engine.failure if from_peer else None)
             else:
-                _print_same_error(world.rank, first_rank, error)
-    is_newcomer = not world.services.is_admitted and world.services.engine.failure is None
-    if world.services.engine.failure is None:
-        world.services.engine.fail(peer_failed(world.rank, summarise(error)))
+                same = f"rank {world.rank} failed in the same way as rank {first_rank}: {summarise(error)}"
+                _report.print_line(same, error)
+    is_newcomer = not world.services.is_admitted and engine.failure is None
+    if engine.failure is None:
+        engine.fail(peer_failed(world.rank, summarise(error)))
     world.services.cancel_tasks()
     if is_newcomer:  # No group has admitted this restarted rank. It ends like a lost rank, and the others continue.
         world.close()
@@ -138,13 +139,13 @@ async def fail(
     began_at = loop.time()
     abort_s = max(grace_s, launcher_signals.STOP_S) if is_stop(error) and not in_process else grace_s
     report_at, notify_silent_at = began_at + grace_s, began_at + min(_NOTIFY_SILENT_S, grace_s / 3)
-    has_everybody_answered = Everybody(world, transport, world.peers.answered)
+    has_everybody_answered = all_others_in(world, transport, world.peers.answered)
 
     def settled() -> bool:
         return from_peer or has_everybody_answered() or world.peers.is_failure_led_by_lower_rank
 
     pause_s = 0.001
-    while not settled() or (not world.services.engine.is_idle and loop.time() < began_at + _CANCEL_AFTER_S):
+    while not settled() or (not engine.is_idle and loop.time() < began_at + _CANCEL_AFTER_S):
         if loop.time() >= report_at and not settled() and not in_process:
             report_at = math.inf
             _report_silent(world, grace_s, abort_s, report_waits)
@@ -153,7 +154,7 @@ async def fail(
         if loop.time() >= notify_silent_at and not settled():
             notify_silent_at = math.inf
             world.peers.notify_silent(failed)
-        world.services.engine.poll()
+        engine.poll()
         try:
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.05)
@@ -221,19 +222,14 @@ def _notified_anyway(rank: int, error: BaseException) -> Iterator[None]:
             )
 
 
-def _print_same_error(rank: int, first_rank: int, error: BaseException) -> None:
-    _report.print_line(f"rank {rank} failed in the same way as rank {first_rank}: {summarise(error)}", error)
-
-
 async def _wait_for_end_reason(world: World, seconds: float) -> None:
     """Wait for another rank's failure report. It may be in transit, and may explain this rank's error."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:
         try:
-            if not await engine.until(
-                lambda: engine.failure is not None, WaitId(WaitKind.PEER_FAILURE), deadline=deadline
-            ):
+            what = WaitId(WaitKind.PEER_FAILURE)
+            if not await engine.until(lambda: engine.failure is not None, what, deadline=deadline):
                 return
         except asyncio.CancelledError:  # A signal requests the end, which is already in progress.
             uncancel()
@@ -317,35 +313,14 @@ def uncancel() -> None:
         pass
 
 
-class Everybody:
-    """Callable that returns whether every other rank is lost or in one of several sets, which mostly grow.
+def all_others_in(world: World, transport: Transport, *groups: RankSet) -> Callable[[], bool]:
+    """Return a function that returns whether every other rank is lost, or in one of the sets, which may change."""
 
-    The check runs for each message, even with thousands of ranks, so it first compares the sizes of the sets.
-    """
+    def is_complete() -> bool:
+        found = RankSet(transport.lost_ranks())
+        found.add(world.rank)
+        for group in groups:
+            found |= group
+        return len(found) == world.size
 
-    def __init__(self, world: World, transport: Transport, *groups: Collection[int]) -> None:
-        self._groups = groups
-        self._own_rank = world.rank
-        self._size = world.size
-        self._transport = transport
-        self._found_count = 0  # all ranks below this number have been found, possibly before a restart
-
-    def __call__(self) -> bool:
-        """Return whether every other rank is lost, or in one of the sets of ranks passed to the constructor."""
-        lost = self._transport.lost_ranks()
-        groups = (*self._groups, lost) if lost else self._groups
-        counts = [len(group) - (self._own_rank in group) for group in groups]
-        if max(counts) == self._size - 1:
-            return True
-        if sum(counts) < self._size - 1:  # At least one rank is in none of the sets.
-            return False
-        self._found_count = self._first_missing(self._found_count, groups)
-        if self._found_count == self._size:  # A restarted rank may have been removed from its set.
-            self._found_count = self._first_missing(0, groups)
-        return self._found_count == self._size
-
-    def _first_missing(self, rank: int, groups: Collection[Collection[int]]) -> int:
-        """Return the first rank, from ``rank``, that is in none of the sets, or the number of ranks."""
-        while rank < self._size and (rank == self._own_rank or any(rank in group for group in groups)):
-            rank += 1
-        return rank
+    return is_complete

@@ -36,9 +36,8 @@ class FailureReport:
     """
 
     def __init__(self) -> None:
-        self._printed: list[BaseException] = []
-        self._lines: list[tuple[BaseException, str]] = []
-        self._has_hook = False
+        # Errors that the interpreter must not print, or print as one line.
+        self._lines: list[tuple[BaseException, str | None]] = []
 
     def print_traceback(self, error: BaseException, rank: int) -> None:
         """Print the traceback on stderr, beginning with the user's first frame."""
@@ -50,21 +49,19 @@ class FailureReport:
 
     def shorten(self, error: BaseException, line: str) -> None:
         """Let the interpreter print ``line`` instead of a traceback if ``error`` ends the program."""
-        self._set_hook()
-        self._lines.append((error, line))
+        self._add(error, line)
 
     def _print(self, text: str, error: BaseException) -> None:
         report = failure_reporter.get()
         if report is not None:
             report(error)
             return
-        self._set_hook()
-        self._printed.append(error)
+        self._add(error, None)
         local_host.print_line(text)
 
-    def _set_hook(self) -> None:
-        if not self._has_hook:
-            self._has_hook = True
+    def _add(self, error: BaseException, line: str | None) -> None:
+        self._lines.append((error, line))
+        if len(self._lines) == 1:
             previous = sys.excepthook
             sys.excepthook = lambda kind, value, trace: self._hook(previous, kind, value, trace)
             atexit.register(_let_interrupts_kill)
@@ -74,7 +71,7 @@ class FailureReport:
     ) -> None:
         if not (sys.flags.interactive or hasattr(sys, "ps1")):  # The program continues in an interactive session.
             _let_interrupts_kill()
-        printed = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
+        printed = {id(error): line for error, line in self._lines}
         error: BaseException | None = value
         if isinstance(value, KeyboardInterrupt):  # Ctrl-C was pressed while another error was being raised.
             while error is not None and id(error) not in printed:

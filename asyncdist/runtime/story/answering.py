@@ -21,8 +21,7 @@ from typing import Final
 
 from asyncdist import local_host
 from asyncdist.live import counters
-from asyncdist.runtime.story.activity import Activity
-from asyncdist.runtime.story.collecting import collect, seconds_waited
+from asyncdist.runtime.story.collecting import Activity, collect, seconds_waited
 from asyncdist.runtime.world import World
 from asyncdist.story import sockets
 from asyncdist.story.event_texts import ABORT

@@ -13,8 +13,7 @@ from typing import Any, Final
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.recording.events import Field
-from asyncdist.runtime.recording import ObservedEngine
-from asyncdist.runtime.sleeps import set_sleeps_by
+from asyncdist.runtime.recording import ObservedEngine, set_sleeps_by
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, describe_missing
