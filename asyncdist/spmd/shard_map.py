@@ -186,7 +186,8 @@ class _Batch:
     def __init__(self, specs: _Specs, args: Sequence[Any]) -> None:
         self.leaves: list[Tensor] = []
         self.dimensions: tuple[int | None, ...] = ()
-        self._trees: list[tuple[int, optree.PyTreeSpec]] = []
+        given: Any = tuple(args)
+        self._tree: optree.PyTreeSpec = optree.tree_structure(given)
         counts: dict[str, int] = {}
         for place, (value, spec) in enumerate(zip(args, specs.per_value(len(args)), strict=True)):
             axis = specs.axis(spec)
@@ -197,7 +198,6 @@ class _Batch:
                 counts.update({path: len(leaf) for path, leaf in zip(paths, leaves, strict=True)})
             self.leaves += leaves
             self.dimensions += (None if axis is None else 0,) * len(leaves)
-            self._trees.append((len(leaves), tree))
         if len(set(counts.values())) != 1:
             found = ", ".join(f"{count} of {path}" for path, count in counts.items())
             raise ValueError(
@@ -206,15 +206,11 @@ class _Batch:
             )
         self.count = next(iter(counts.values()))
 
-    def from_leaves(self, leaves: Sequence[Tensor]) -> list[Any]:
+    def from_leaves(self, leaves: Sequence[Tensor]) -> Any:
         """Return the mapped function's arguments, rebuilt from a flat list of leaves."""
-        args, start = [], 0
-        for count, tree in self._trees:
-            args.append(optree.tree_unflatten(tree, leaves[start : start + count]))
-            start += count
-        return args
+        return optree.tree_unflatten(self._tree, leaves)
 
-    def element(self, index: int) -> list[Any]:
+    def element(self, index: int) -> Any:
         """Return the mapped function's arguments for the element with this index."""
         pairs = zip(self.leaves, self.dimensions, strict=True)
         return self.from_leaves([leaf if dimension is None else leaf[index] for leaf, dimension in pairs])
