@@ -40,7 +40,7 @@ from asyncdist.errors import DisagreementError
 from asyncdist.functional.collectives import resolve_group
 from asyncdist.runtime.world import World
 from asyncdist.tensors.bucket import Bucket
-from asyncdist.tensors.byte_views import check_writable
+from asyncdist.tensors.byte_views import check_writable, dtype_name
 from asyncdist.tensors.flat_state import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 from asyncdist.tensors.model_tensors import check_gradient
 
@@ -245,9 +245,7 @@ class _Gradients:
             if parameter.grad is not None and 0 in parameter.grad.stride():
                 check_writable(parameter.grad, f"the gradient of {name!r}")
         self._parameters = [parameter for _, parameter in named]
-        self.fingerprint = Fingerprint(
-            tuple(((name,), tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
-        )
+        self.fingerprint = Fingerprint(tuple(((name,), tuple(p.shape), dtype_name(p.dtype)) for name, p in named))
         self.present = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8, device="cpu")
         present_digest = hashlib.sha256(self.present.numpy().tobytes()).digest()
         self._flats: dict[torch.dtype, Tensor] = {}

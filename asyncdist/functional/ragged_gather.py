@@ -23,7 +23,7 @@ from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.main_process import check_world_size
 from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
-from asyncdist.tensors.byte_views import flat_bytes, oddity_of
+from asyncdist.tensors.byte_views import dtype_name, flat_bytes, oddity_of
 
 _ALLOWED: Final = "the data to gather must be a dense tensor with at least one dimension, or a list"
 
@@ -100,7 +100,7 @@ def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
         raise TypeError(f"{_ALLOWED}, got {oddity}")
     if data.ndim == 0:
         raise ValueError(f"{_ALLOWED}, got a tensor without dimensions with the value {data.item()!r}")
-    return ("tensor", str(data.dtype).removeprefix("torch."), list(data.shape)), flat_bytes(data)
+    return ("tensor", dtype_name(data.dtype), list(data.shape)), flat_bytes(data)
 
 
 def _check_alike(group: Group, descriptions: Sequence[tuple[str, str, list[int]]]) -> None:

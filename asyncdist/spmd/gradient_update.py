@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncdist.spmd.mesh import Axis, find_axis
 from asyncdist.spmd.tree_collectives import pmean, reporting_failure
 from asyncdist.tensors import pytrees
+from asyncdist.tensors.byte_views import dtype_name
 
 #: A training step: ``async (opt_state, params, /, *args, **kwargs) -> (loss, params, opt_state)``.
 Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
@@ -158,7 +159,7 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     leaves, spec = pytrees.flatten_tensors(params, "params")
     for index, leaf in enumerate(leaves):
         if not leaf.is_floating_point() and not leaf.is_complex():
-            path, kind = pytrees.leaf_paths(spec, "params")[index], pytrees.dtype_name(leaf.dtype)
+            path, kind = pytrees.leaf_paths(spec, "params")[index], dtype_name(leaf.dtype)
             raise TypeError(
                 f"{path} must be a floating or complex tensor, because only those have gradients, got {kind}"
             )
@@ -190,7 +191,7 @@ def _value_and_gradients(
         if not isinstance(loss, Tensor):
             raise TypeError(f"the loss must be a floating 0-d tensor, got {loss!r:.80}")
         if not loss.is_floating_point() or loss.dim():
-            kind = f"{pytrees.dtype_name(loss.dtype)} of shape {list(loss.shape)}"
+            kind = f"{dtype_name(loss.dtype)} of shape {list(loss.shape)}"
             raise TypeError(f"the loss must be a floating 0-d tensor, got {kind}")
         connected = loss.requires_grad
         found = torch.autograd.grad(loss, leaves, allow_unused=True) if connected else [None] * len(leaves)

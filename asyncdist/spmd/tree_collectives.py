@@ -40,6 +40,7 @@ from asyncdist.collectives.algorithms.ordered_reduce import Reduction
 from asyncdist.errors import DisagreementError, LocalProtocolError
 from asyncdist.spmd.mesh import Axis, Mesh, find_axis
 from asyncdist.tensors import pytrees
+from asyncdist.tensors.byte_views import dtype_name
 
 T = TypeVar("T")
 
@@ -221,7 +222,7 @@ def _reduce(
     if trouble is None:
         wrong = outline.first_leaf(lambda kind: kind[0] not in dtypes)
         if wrong is not None:
-            allowed = ", ".join(pytrees.dtype_name(dtype) for dtype in dtypes)
+            allowed = ", ".join(dtype_name(dtype) for dtype in dtypes)
             trouble = TypeError(f"{wrong[0]} must be a dense tensor of {allowed} for {name}, got {wrong[1]}")
     return _perform(place, name, outline, trouble, functools.partial(_reduce_leaves, place, leaves, fold))
 

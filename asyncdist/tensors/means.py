@@ -293,12 +293,18 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) -> None:
-    """Update the mean of ``count`` tensors with one more tensor, and write it into ``result``.
+def mixed(one: Tensor, other: Tensor, share: float) -> Tensor:
+    """Return ``share * one + (1 - share) * other``, for real tensors of one dtype.
 
-    Each element becomes mean * count / (count + 1) + values / (count + 1). Both products and the sum are rounded
-    separately, and the sum is clamped to the interval between ``mean`` and ``values``. Equal values therefore remain
-    equal, and finite values remain finite.
+    Both products and the sum are rounded separately, and the sum is clamped to the interval between the tensors. Equal
+    values therefore remain equal, and finite values remain finite.
+    """
+    total = (one * share).add_(other * (1.0 - share))
+    return total.clamp_(torch.minimum(one, other), torch.maximum(one, other))
+
+
+def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) -> None:
+    """Update the mean of ``count`` tensors with one more tensor, as :func:`mixed` does, and write it into ``result``.
 
     Args:
         result: Contiguous 1-D tensor of the mean's dtype, which may be ``mean``.
@@ -314,6 +320,4 @@ def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) 
         torch.split(values, _PIECE_COUNT),
         strict=True,
     ):
-        other = its_values.to(before.dtype)
-        mixed = (before * share).add_(other * (1.0 - share))
-        into.copy_(mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)))
+        into.copy_(mixed(before, its_values.to(before.dtype), share))

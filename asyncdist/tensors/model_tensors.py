@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from asyncdist.tensors.byte_views import byte_view, to_host
+from asyncdist.tensors.byte_views import byte_view, dtype_name, to_host
 
 _ALLOWED: Final = (
     "a model's tensors must be dense and must not overlap in memory, except for tensors that share one view"
@@ -152,7 +152,7 @@ def check_supported(name: str, tensor: Tensor) -> None:
     elif tensor.is_quantized:
         trouble = "is quantised"
     elif not _has_arithmetic(tensor.dtype):
-        trouble = f"is {str(tensor.dtype).removeprefix('torch.')}, a dtype that torch can neither copy nor add"
+        trouble = f"is {dtype_name(tensor.dtype)}, a dtype that torch can neither copy nor add"
     elif tensor.layout != torch.strided or tensor.is_nested:
         trouble = f"is sparse or nested (layout {tensor.layout})"
     elif is_sharded(tensor):

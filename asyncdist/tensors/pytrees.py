@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist.tensors.byte_views import oddity_of
+from asyncdist.tensors.byte_views import dtype_name, oddity_of
 
 #: A leaf's dtype and shape, or a description such as "an int" for a leaf that cannot be sent.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
@@ -161,11 +161,6 @@ def _describe_kind(kind: Kind) -> str:
         return kind
     dtype, shape = kind
     return f"{dtype_name(dtype)} of shape {list(shape)}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name, such as ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _walk(spec: optree.PyTreeSpec, path: str) -> Iterator[tuple[str, str | None]]:

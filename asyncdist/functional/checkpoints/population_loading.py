@@ -29,8 +29,8 @@ from asyncdist.functional.main_process import gather_from_all_ranks
 from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.runtime.world import World
 from asyncdist.tensors.compiled_names import state_for
+from asyncdist.tensors.model_cache import TrainedModels
 from asyncdist.tensors.optimizers.loading import load_exactly
-from asyncdist.tensors.trained_models import TrainedModels
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 

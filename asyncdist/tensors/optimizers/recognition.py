@@ -93,19 +93,15 @@ def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """A floating-point tensor that an optimizer stores for a parameter, viewed in the parameter's shape."""
+    """A floating-point tensor that an optimizer stores for a parameter, viewed in the parameter's shape.
+
+    Attributes:
+        kind: How a copy of the weights must be updated when the parameter is replaced. None if it is not a copy.
+    """
 
     parameter: Tensor
     tensor: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """A tensor in an optimizer that must be updated, according to ``kind``, when its parameter is replaced."""
-
-    parameter: Tensor
-    tensor: Tensor
-    kind: Kind
+    kind: Kind | None = None
 
 
 def kind_of(key: str, stored: Sequence[StoredTensor]) -> Kind | None:
@@ -228,7 +224,7 @@ def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def not_contained(copies: Sequence[Copy], optimizer: Any) -> list[Copy]:
+def not_contained(copies: Sequence[StoredTensor], optimizer: Any) -> list[StoredTensor]:
     """Return the copies whose tensors the ``state_dict`` of an optimizer does not contain.
 
     If it shares no memory with the optimizer's state, it has copied its tensors, and their values are compared.

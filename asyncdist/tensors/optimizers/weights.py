@@ -20,6 +20,7 @@ Any other tensor that follows the weights is logged once and left unchanged.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any, Final
@@ -29,7 +30,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncdist.tensors.model_tensors import local_part
-from asyncdist.tensors.optimizers.recognition import Copy, follows_unknown, kind_of, not_contained, stored_tensors
+from asyncdist.tensors.optimizers.recognition import (
+    StoredTensor,
+    follows_unknown,
+    kind_of,
+    not_contained,
+    stored_tensors,
+)
 from asyncdist.tensors.optimizers.undoing import PROOF, Replaced
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
@@ -192,7 +199,7 @@ class OptimizerWeights:
     def _sampled(self) -> Replaced:
         return Replaced([each for each in self._model.parameters() if each.requires_grad])
 
-    def _copies(self) -> list[Copy]:
+    def _copies(self) -> list[StoredTensor]:
         """Return the copies of the weights to update. Warn of other tensors that seem to follow the weights."""
         copies = []
         for label, key, stored in stored_tensors(self.optimizer, self._model):
@@ -200,7 +207,7 @@ class OptimizerWeights:
                 continue
             kind = kind_of(key, stored)
             if kind is not None:
-                copies += [Copy(each.parameter, each.tensor, kind) for each in stored]
+                copies += [dataclasses.replace(each, kind=kind) for each in stored]
             elif not self._is_reset and follows_unknown(key, stored):
                 self._report(
                     label,
@@ -236,7 +243,7 @@ class OptimizerWeights:
             logger.warning(text, *values)
 
 
-def _follow(copy: Copy, before: Tensor | None) -> None:
+def _follow(copy: StoredTensor, before: Tensor | None) -> None:
     """Update a copy after its parameter was replaced. ``before`` is the parameter's old value."""
     tensor, new = copy.tensor, local_part(copy.parameter).detach()
     if copy.kind == "origin":
