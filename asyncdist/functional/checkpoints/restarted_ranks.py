@@ -69,8 +69,8 @@ class SaveCounts:
         """Return the moment with the number of earlier saves to ``path`` at this moment."""
         key = os.path.abspath(path)
         last = self._last.get(key)
-        if last is not None and last.with_count(0) == moment:
-            moment = moment.with_count(last.count + 1)
+        if last is not None and msgspec.structs.replace(last, count=0) == moment:
+            moment = msgspec.structs.replace(moment, count=last.count + 1)
         self._last[key] = moment
         return moment
 
@@ -131,25 +131,23 @@ def save(
     place.mkdir(parents=True, exist_ok=True)
     folder = whole.with_name(f"{whole.name}.{secrets.token_hex(4)}.part")
     folder.mkdir()
-    lock = checkpoint_files.FolderLock(folder)
-    try:
-        files = write(folder)
-        checkpoint_files.write_text(folder / manifests.ENTRY, manifests.restarted_text({**files, **entry}, moment))
-        checkpoint, _ = _find(place, moment)
-        if checkpoint is not None and _move(folder, checkpoint):
-            return checkpoint
-        folder.rename(whole)
-        # The checkpoint may have been completed before the folder was renamed.
-        found = _move_to_its_checkpoint(whole, place)
-        if found == "too late":
-            logger.warning("%s is not saved: the other ranks have saved later, but not at this iteration", whole)
-            shutil.rmtree(whole, ignore_errors=True)
-        return found if isinstance(found, Path) else None
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        lock.release()
+    with checkpoint_files.locked(folder):
+        try:
+            files = write(folder)
+            checkpoint_files.write_text(folder / manifests.ENTRY, manifests.restarted_text({**files, **entry}, moment))
+            checkpoint, _ = _find(place, moment)
+            if checkpoint is not None and _move(folder, checkpoint):
+                return checkpoint
+            folder.rename(whole)
+            # The checkpoint may have been completed before the folder was renamed.
+            found = _move_to_its_checkpoint(whole, place)
+            if found == "too late":
+                logger.warning("%s is not saved: the other ranks have saved later, but not at this iteration", whole)
+                shutil.rmtree(whole, ignore_errors=True)
+            return found if isinstance(found, Path) else None
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def collect_states(checkpoint: Path, moment: Moment, *, deletes_others: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,8 @@ def _models_of(name: str, source: ModelSource, rank: int | None) -> list[Source]
 
 def _of_checkpoint(folder: Path, manifest: Mapping[str, Any], rank: int | None) -> list[Source]:
     def source(saved: int, entry: Mapping[str, Any]) -> Source:
-        return Source(f"rank {saved} of {folder}", lambda: checkpoint_files.read_model(folder, entry))
+        read = functools.partial(checkpoint_files.read_rank, folder, entry, is_mapped=True)
+        return Source(f"rank {saved} of {folder}", lambda: read()["model"])
 
     ranks = [manifests.saved_rank(entry, index) for index, entry in enumerate(manifest["files"])]
     models = list(map(source, ranks, manifest["files"]))
