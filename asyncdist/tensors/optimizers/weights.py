@@ -30,13 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncdist.tensors.model_tensors import local_part
-from asyncdist.tensors.optimizers.recognition import (
-    StoredTensor,
-    follows_unknown,
-    kind_of,
-    not_contained,
-    stored_tensors,
-)
+from asyncdist.tensors.optimizers import recognition
 from asyncdist.tensors.optimizers.undoing import PROOF, Replaced
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
@@ -139,12 +133,8 @@ class OptimizerWeights:
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
         """Switch to a different model of the same layout, and its optimizer."""
-        is_watched = bool(self._hooks)
-        self.end()
         self._model, self._replaced, self.is_watching = model, None, False
         self.change(optimizer)
-        if is_watched:
-            self.begin()
 
     @contextlib.contextmanager
     def following(self, *, has_new_state: bool = False) -> Iterator[None]:
@@ -158,7 +148,7 @@ class OptimizerWeights:
         self._warn_of_another()
         copies = self._copies()
         if has_new_state:
-            copies = not_contained(copies, self.optimizer)
+            copies = recognition.not_contained(copies, self.optimizer)
         before = {
             id(copy.parameter): local_part(copy.parameter).detach().clone() for copy in copies if copy.kind == "origin"
         }
@@ -199,16 +189,16 @@ class OptimizerWeights:
     def _sampled(self) -> Replaced:
         return Replaced([each for each in self._model.parameters() if each.requires_grad])
 
-    def _copies(self) -> list[StoredTensor]:
+    def _copies(self) -> list[recognition.StoredTensor]:
         """Return the copies of the weights to update. Warn of other tensors that seem to follow the weights."""
         copies = []
-        for label, key, stored in stored_tensors(self.optimizer, self._model):
+        for label, key, stored in recognition.stored_tensors(self.optimizer, self._model):
             if key == "z" and self._states.names:
                 continue
-            kind = kind_of(key, stored)
+            kind = recognition.kind_of(key, stored)
             if kind is not None:
                 copies += [dataclasses.replace(each, kind=kind) for each in stored]
-            elif not self._is_reset and follows_unknown(key, stored):
+            elif not self._is_reset and recognition.follows_unknown(key, stored):
                 self._report(
                     label,
                     "%s follows the weights but was not recognised: averages do not update it, and it may distort or "
@@ -227,8 +217,8 @@ class OptimizerWeights:
 
     def _warn_of_another(self) -> None:
         """Warn once if the weights have changed without a step of this optimizer."""
-        is_still = not self._hooks or self._has_stepped or self._replaced is None
-        if not is_still and self._replaced is not None and self._replaced.have_changed_since():
+        replaced = self._replaced if self._hooks and not self._has_stepped else None
+        if replaced is not None and replaced.have_changed_since():
             self._report(
                 "another",
                 "the %s that this policy resets has made no step since the last average, but the weights have changed: "
@@ -243,7 +233,7 @@ class OptimizerWeights:
             logger.warning(text, *values)
 
 
-def _follow(copy: StoredTensor, before: Tensor | None) -> None:
+def _follow(copy: recognition.StoredTensor, before: Tensor | None) -> None:
     """Update a copy after its parameter was replaced. ``before`` is the parameter's old value."""
     tensor, new = copy.tensor, local_part(copy.parameter).detach()
     if copy.kind == "origin":
