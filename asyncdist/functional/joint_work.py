@@ -56,7 +56,8 @@ class JointWork(Generic[T]):
         self._begun: asyncio.Future[None] = self._engine.loop.create_future()
         self._outcome: asyncio.Future[T] = self._engine.loop.create_future()
         for future in (self._begun, self._outcome):
-            future.add_done_callback(_mark_retrieved)
+            # Prevents asyncio from logging an exception that a cancelled caller never retrieves.
+            future.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._is_abandoned = False
         self._release: asyncio.Future[None] | None = None  # completed when a delayed cancellation may be raised
         self.is_over = False
@@ -223,9 +224,3 @@ class JointWork(Generic[T]):
         while self._release is not None and not self._release.done():
             with contextlib.suppress(asyncio.CancelledError):  # only the first cancellation is raised
                 await asyncio.wait([self._release])  # The engine's own wait would raise if the job has failed.
-
-
-def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:
-    """Prevent asyncio from logging an exception that a cancelled caller never retrieves."""
-    if not outcome.cancelled():
-        outcome.exception()

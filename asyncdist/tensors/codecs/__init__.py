@@ -32,8 +32,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from asyncdist.tensors.codecs.codec import Codec, piece_count
-from asyncdist.tensors.codecs.error_feedback import ErrorFeedback
+from asyncdist.tensors.codecs.codec import Codec, ErrorFeedback, piece_count
 from asyncdist.tensors.codecs.rounding import Q4, BFloat16, Float16, Float32, Int8
 from asyncdist.tensors.codecs.topk import TopK, UnionOfTopK
 from asyncdist.validation import one_of, refuse

@@ -122,9 +122,10 @@ def follows_unknown(key: str, stored: Sequence[StoredTensor]) -> bool:
 
 def _is_mirror(stored: Sequence[StoredTensor]) -> bool:
     """Return whether all tensors equal their parameters, and at least one parameter is not constant."""
-    return all(_are_equal(each.tensor, local_part(each.parameter)) for each in stored) and any(
-        _varies(local_part(each.parameter)) for each in stored
-    )
+    if not all(_are_equal(each.tensor, local_part(each.parameter)) for each in stored):
+        return False
+    values = (local_part(each.parameter).detach().reshape(-1) for each in stored)
+    return any(bool((each != each[0]).any()) for each in values if each.numel())
 
 
 def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
@@ -132,11 +133,6 @@ def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
     if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # eight values suffice to rule out nearly all tensors
         return False
     return torch.equal(tensor.to(parameter), parameter.detach())
-
-
-def _varies(parameter: Tensor) -> bool:
-    values = parameter.detach().reshape(-1)
-    return values.numel() >= 2 and bool((values != values[0]).any())
 
 
 def _tracks(stored: Sequence[StoredTensor]) -> bool:

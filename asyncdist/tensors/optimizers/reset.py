@@ -29,7 +29,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
             continue
         if isinstance(each, torch.optim.Adagrad):
             _reset_adagrad(each)
-        elif states and _has_slow_weights(each):
+        elif states and any(isinstance(state, Mapping) and SLOW.intersection(state) for state in each.state.values()):
             for state in each.state.values():
                 for key, value in state.items():
                     if key not in SLOW and isinstance(value, Tensor):
@@ -69,10 +69,6 @@ def _reset_step_count(states: Any) -> None:
         count.zero_()
     elif isinstance(count, int):
         states["k"] = 0
-
-
-def _has_slow_weights(optimizer: Any) -> bool:
-    return any(isinstance(state, Mapping) and SLOW.intersection(state) for state in optimizer.state.values())
 
 
 @torch.inference_mode(False)  # the state is used after the caller's inference mode has ended
