@@ -314,30 +314,22 @@ async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: 
     flats = {}
     for dtype, flat in pytrees.pack(leaves).items():
         flats[dtype] = torch.stack(await axis.world.collectives.all_gather(flat, axis.group))
-    return [_placed(stacked, dim, tiled) for stacked in pytrees.unpack(flats, leaves)]
-
-
-def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
-    if tiled:
-        return torch.cat(list(stacked), dim=dim)
-    return stacked.movedim(0, dim).contiguous()
+    stacks = pytrees.unpack(flats, leaves)
+    return [torch.cat(list(each), dim) if tiled else each.movedim(0, dim).contiguous() for each in stacks]
 
 
 async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Reduction) -> list[Tensor]:
-    flats = {}
-    for dtype, flat in pytrees.pack(leaves).items():
-        flats[dtype] = await _reduce_flat(axis, flat, fold)
-    return pytrees.unpack(flats, leaves)
-
-
-async def _reduce_flat(axis: Axis, flat: Tensor, fold: Reduction) -> Tensor:
-    """Reduce a flat tensor in rank order. Every rank reduces a small tensor whole, but only a part of a large one."""
+    """Reduce in rank order. Every rank reduces a small flat tensor whole, but only a part of a large one."""
     collectives, group = axis.world.collectives, axis.group
-    if axis.size == 1:
-        return fold([flat])
-    if flat.nbytes <= WHOLE_NBYTES:
-        return fold(await collectives.all_gather(flat, group))
-    return await collectives.reduce_in_order(flat, group, fold)
+    flats = pytrees.pack(leaves)
+    for dtype, flat in flats.items():
+        if axis.size == 1:
+            flats[dtype] = fold([flat])
+        elif flat.nbytes <= WHOLE_NBYTES:
+            flats[dtype] = fold(await collectives.all_gather(flat, group))
+        else:
+            flats[dtype] = await collectives.reduce_in_order(flat, group, fold)
+    return pytrees.unpack(flats, leaves)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -372,7 +372,9 @@ class FlatState:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
         known = {id(parameter) for parameter in self._model.parameters()}
         held = [id(parameter) for group in groups for parameter in group["params"]]
-        if held and known.isdisjoint(held) and _steps_in_hooks(optimizer):
+        # Some wrap one optimizer per parameter, like transformers' LayerWiseDummyOptimizer.
+        steps_in_hooks = isinstance(getattr(optimizer, "optimizer_dict", None), dict)
+        if held and known.isdisjoint(held) and steps_in_hooks:
             raise ValueError(
                 f"optimizer must hold the model's parameters, but this {type(optimizer).__name__} updates them in "
                 "hooks of the backward pass. Use an optimizer without layer-wise updates, such as "
@@ -472,11 +474,6 @@ class FlatState:
                     f"the tensor {entry.names[0]!r} was {dtype_name(entry.dtype)} {entry.shape} and is now "
                     f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}; {_CHANGED}"
                 )
-
-
-def _steps_in_hooks(optimizer: Any) -> bool:
-    """Return whether the optimizer wraps one optimizer per parameter, like transformers' LayerWiseDummyOptimizer."""
-    return isinstance(getattr(optimizer, "optimizer_dict", None), dict)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -245,22 +245,18 @@ def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_car
     if len(weights) in _EXACT_COUNTS and all(weight == 1.0 for weight in weights):
         return
     for its_mean, its_last in zip(torch.split(mean, _STRETCH_COUNT), torch.split(last, _STRETCH_COUNT), strict=True):
-        _prefer_last_here(its_mean, its_last, weights, is_careful=is_careful)
-
-
-def _prefer_last_here(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
-    if is_careful:
-        of_equal = torch.empty_like(last)
-        weighted_mean_into(of_equal, [last] * len(weights), weights, keeps_equal=False)
-    else:
-        of_equal = _mean_of_equal(last, weights)
-    # Comparisons and `where` would take ten times as long as integer arithmetic.
-    bits, last_bits = mean.view(_INTEGERS[mean.dtype]), last.view(_INTEGERS[mean.dtype])
-    differs = of_equal.view(bits.dtype)
-    torch.ne(bits, differs, out=differs)
-    if not differs.min():
-        bits *= differs
-        bits -= differs.sub_(1).mul_(last_bits)  # adds the last tensor's bits to the elements that are now zero
+        if is_careful:
+            of_equal = torch.empty_like(its_last)
+            weighted_mean_into(of_equal, [its_last] * len(weights), weights, keeps_equal=False)
+        else:
+            of_equal = _mean_of_equal(its_last, weights)
+        # Comparisons and `where` would take ten times as long as integer arithmetic.
+        bits, last_bits = its_mean.view(_INTEGERS[mean.dtype]), its_last.view(_INTEGERS[mean.dtype])
+        differs = of_equal.view(bits.dtype)
+        torch.ne(bits, differs, out=differs)
+        if not differs.min():
+            bits *= differs
+            bits -= differs.sub_(1).mul_(last_bits)  # adds the last tensor's bits to the elements that are now zero
 
 
 def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:

@@ -275,15 +275,11 @@ def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) 
     if len(cluster) < 2:
         return
     mask = np.zeros(end - start, dtype=np.bool_)
-    for index, (name, tensor) in enumerate(cluster):
+    for name, tensor in cluster:
         view = _mark(mask, tensor, start)
         if view.any():
-            others = [other for other in cluster[:index] if _overlap(other[1], tensor, start, end)]
-            raise ValueError(f"the tensors {name!r} and {others[0][0]!r} overlap in memory; {_ALLOWED}")
+            own = np.zeros_like(mask)
+            _mark(own, tensor, start)[...] = True
+            other = next(other for other, its in cluster if _mark(own, its, start).any())
+            raise ValueError(f"the tensors {name!r} and {other!r} overlap in memory; {_ALLOWED}")
         view[...] = True
-
-
-def _overlap(one: Tensor, two: Tensor, start: int, end: int) -> bool:
-    mask = np.zeros(end - start, dtype=np.bool_)
-    _mark(mask, one, start)[...] = True
-    return bool(_mark(mask, two, start).any())

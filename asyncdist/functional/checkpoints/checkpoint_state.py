@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -154,19 +155,15 @@ def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
     state = policy if isinstance(policy, Mapping) else {}
     mode = "max" if state.get("metric_mode") is None else state["metric_mode"]
     is_mode = isinstance(mode, str) and mode in ("min", "max")
-    value = _number(state.get("metric")) if is_mode else None
+    value: float | None = None
+    if is_mode and type(state.get("metric")) in (int, float):
+        with contextlib.suppress(OverflowError):  # raised for an integer of hundreds of digits
+            value = float(state["metric"])
     return {
         "metric": value if metric is None else float(metric),
         "metric_mode": mode if is_mode else "max",
         "replica_size": _replica_size(state),
     }
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value) if type(value) in (int, float) else None
-    except OverflowError:
-        return None
 
 
 def replica_size_of(policy: HasState | None) -> int:

@@ -256,18 +256,18 @@ class _Save:
     def _role_of_restarted(self, replica_size: int) -> tuple[_Role, str]:
         """Return the role of this restarted rank, and the reason if it saves nothing. May block on disk I/O."""
         place, moment = Path(self._path), self._moment
-        position = "ahead" if moment is None else restarted_ranks.position(place, moment)
+        checkpoint, is_late = (None, False) if moment is None else restarted_ranks.find(place, moment)
         if replica_size != 1:
             return "nothing", "its replica has several ranks"
-        if position == "ahead" and self._is_first_and_all_were_restarted():
+        if not is_late and self._is_first_and_all_were_restarted():
             return "alone", ""
         if moment is None:
             return "nothing", "without a policy, it is not known to which checkpoint of the other ranks it belongs"
-        if position == "late":
+        if is_late and checkpoint is None:
             text = "the other ranks have saved later, and have no checkpoint"
             return "nothing", f"{text} of policy.iteration {moment.iteration} with the same completed rounds"
         count = restarted_ranks.waiting_count(place, self._world.rank, moment)
-        if position == "ahead" and count >= restarted_ranks.WAITING_COUNT_MAX:
+        if not is_late and count >= restarted_ranks.WAITING_COUNT_MAX:
             return "nothing", f"{count} of its earlier states still wait for checkpoints of the other ranks"
         return "adds itself", ""
 

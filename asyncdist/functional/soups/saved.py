@@ -97,7 +97,7 @@ def lawa(
             range.
     """
     last = validation.count("last", last)
-    return _uniform(_Saved(model, _newest_sources(sources, last, rank), loader))
+    return _uniform(_Saved(model, _sources_of(sources, last, rank), loader))
 
 
 def greedy_soup(
@@ -275,29 +275,29 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _sources_of(given: ModelSource | Iterable[ModelSource]) -> list[_Source]:
+def _sources_of(
+    given: ModelSource | Iterable[ModelSource], last: int | None = None, rank: int | None = None
+) -> list[_Source]:
     """Return the saved models in order. A folder stands for the models of all ranks in its newest checkpoint.
+
+    Args:
+        last: Number of sources to use, the last ones. Of a single folder, the models of the ``last`` newest checkpoints
+            are returned, the oldest first.
+        rank: Rank whose models are returned, or None for all ranks.
 
     Raises:
         TypeError, ValueError: There is no model, or a value is not a source.
         FileNotFoundError: A file does not exist, or a folder has no complete checkpoint.
     """
-    return _models_in(_named(given), None)
-
-
-def _newest_sources(given: ModelSource | Iterable[ModelSource], last: int, rank: int | None) -> list[_Source]:
-    """Return the models of the ``last`` newest checkpoints in a folder of save_population, the oldest first.
-
-    Args:
-        given: The folder. Of several sources, which must be oldest first, the last ``last`` are used.
-        rank: Rank whose models are returned, or None for all ranks.
-    """
     if rank is not None:
         rank = validation.count("rank", rank, least=0, besides=" or None")
-    if isinstance(given, (str, os.PathLike)) and Path(given).is_dir():
+    if last is not None and isinstance(given, (str, os.PathLike)) and Path(given).is_dir():
         checkpoints = manifests.find_last(Path(given), last)
         return [model for folder, manifest in checkpoints for model in _of_checkpoint(folder, manifest, rank)]
-    return _models_in(_named(given)[-last:], rank)
+    named = _named(given)[-(last or 0) :]
+    if not named:
+        raise ValueError(f"sources must have at least one model, got no model; each source is {_ALLOWED}")
+    return [model for name, source in named for model in _models_of(name, source, rank)]
 
 
 def _named(given: ModelSource | Iterable[ModelSource]) -> list[tuple[str, ModelSource]]:
@@ -307,12 +307,6 @@ def _named(given: ModelSource | Iterable[ModelSource]) -> list[tuple[str, ModelS
     if isinstance(given, (Mapping, nn.Module)) or not isinstance(given, Iterable):
         validation.refuse("sources", type(given).__name__, f"a sequence; each is {_ALLOWED}", TypeError)
     return [(f"sources[{place}]", each) for place, each in enumerate(given)]
-
-
-def _models_in(named: Sequence[tuple[str, ModelSource]], rank: int | None) -> list[_Source]:
-    if not named:
-        raise ValueError(f"sources must have at least one model, got no model; each source is {_ALLOWED}")
-    return [model for name, source in named for model in _models_of(name, source, rank)]
 
 
 def _models_of(name: str, source: ModelSource, rank: int | None) -> list[_Source]:
