@@ -137,15 +137,13 @@ from .spmd.mesh import (
     Mesh as Mesh,
     new_mesh as new_mesh,
 )
-from .spmd.shard_map import (
-    shmap_map as shmap_map,
-    shmap_vmap as shmap_vmap,
-)
 from .spmd.sharding import (
     Sharding as Sharding,
     get_global_ranks as get_global_ranks,
     get_process_id as get_process_id,
     is_dist_initialized as is_dist_initialized,
+    shmap_map as shmap_map,
+    shmap_vmap as shmap_vmap,
     split_key_to_devices as split_key_to_devices,
     tree_device_put as tree_device_put,
 )

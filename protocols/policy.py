@@ -51,9 +51,9 @@ from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.process import free_ended, note_ended
 from asyncdist.runtime.world import world_to_await
 from asyncdist.tensors.flat_state import FlatState
+from asyncdist.tensors.model_cache import TrainedModels
 from asyncdist.tensors.optimizers.recognition import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
-from asyncdist.tensors.trained_models import TrainedModels
 
 #: "evaluating" is the stage of an open policy whose model temporarily contains other weights than its own.
 _Stage: TypeAlias = Literal["new", "starting", "open", "evaluating", "closed"]

@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from asyncdist.errors import DisagreementError
 from asyncdist.functional.collectives import resolve_group
 from asyncdist.runtime.world import World
 from asyncdist.tensors.bucket import Bucket
-from asyncdist.tensors.byte_views import check_writable
+from asyncdist.tensors.byte_views import check_writable, dtype_name
 from asyncdist.tensors.flat_state import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 from asyncdist.tensors.model_tensors import check_gradient
 
@@ -77,21 +77,7 @@ async def average_state(
     the world's cache evicts the model. Means and errors are the same as for :func:`average_models`.
     """
     world, group = resolve_group(world, training_group)
-    outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
-
-    async def reduce(collectives: Collectives) -> list[ResultHeader]:
-        headers = await exchange_headers(collectives, group, outcome, Call("average_models"))
-        if not any(header.has_error for header in headers):
-            models = outcome.value
-            await _check_equal(collectives, group, headers, models.fingerprint)
-            for spread in models.spreads:
-                await collectives.all_mean_bucket(spread, group)
-            for tensor in models.exact:
-                await collectives.broadcast(tensor, group, group.ranks[0])
-        return headers
-
-    await _settle_or_restore(world, group, outcome, reduce)
-    outcome.value.finish()
+    await _average(world, group, "average_models", lambda: _Models(model, world, state))
 
 
 def prepare_average(model: nn.Module, state: FlatState, world: World) -> None:
@@ -124,37 +110,34 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
         LocalProtocolError: This rank is not in the group.
     """
     world, group = resolve_group(world, group)
-    outcome = await attempt(lambda: _Gradients(model, world), lambda gradients: gradients.summary)
+    await _average(world, group, "average_gradients", lambda: _Gradients(model, world))
+
+
+async def _average(world: World, group: Group, operation: str, prepare: Callable[[], _Models | _Gradients]) -> None:
+    """Average the prepared tensors over the group. If this fails, raise the error and leave every tensor unchanged."""
+    outcome = await attempt(prepare, lambda prepared: prepared.summary)
 
     async def reduce(collectives: Collectives) -> list[ResultHeader]:
-        headers = await exchange_headers(collectives, group, outcome, Call("average_gradients"))
+        headers = await exchange_headers(collectives, group, outcome, Call(operation))
         if not any(header.has_error for header in headers):
-            gradients = outcome.value
-            await _check_equal(collectives, group, headers, gradients.fingerprint)
-            if any(header.inline != headers[0].inline for header in headers):
-                await collectives.all_reduce(gradients.present, group, "max")
-                gradients.lay_out()
-            for spread in gradients.spreads:
+            prepared: _Models | _Gradients = outcome.value
+            await _check_equal(collectives, group, headers, prepared.fingerprint)
+            if isinstance(prepared, _Gradients) and any(header.inline != headers[0].inline for header in headers):
+                await collectives.all_reduce(prepared.present, group, "max")
+                prepared.lay_out()
+            for spread in prepared.spreads:
                 await collectives.all_mean_bucket(spread, group)
+            for tensor in prepared.exact:
+                await collectives.broadcast(tensor, group, group.ranks[0])
         return headers
 
-    await _settle_or_restore(world, group, outcome, reduce)
-    outcome.value.finish()
-
-
-async def _settle_or_restore(
-    world: World,
-    group: Group,
-    outcome: LocalResult,
-    reduce: Callable[[Collectives], Coroutine[Any, Any, list[ResultHeader]]],
-) -> None:
-    """Run the averaging collectives. If they fail, raise the error and leave every tensor unchanged."""
     try:
         raise_first_error(await run_and_raise(world.collectives, group, outcome, reduce))
     except BaseException:
         for spread in [] if outcome.error is not None else outcome.value.spreads:
             spread.rollback()
         raise
+    outcome.value.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +245,7 @@ class _Gradients:
             if parameter.grad is not None and 0 in parameter.grad.stride():
                 check_writable(parameter.grad, f"the gradient of {name!r}")
         self._parameters = [parameter for _, parameter in named]
-        self.fingerprint = Fingerprint(
-            tuple(((name,), tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
-        )
+        self.fingerprint = Fingerprint(tuple(((name,), tuple(p.shape), dtype_name(p.dtype)) for name, p in named))
         self.present = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8, device="cpu")
         present_digest = hashlib.sha256(self.present.numpy().tobytes()).digest()
         self._flats: dict[torch.dtype, Tensor] = {}
@@ -279,6 +260,7 @@ class _Gradients:
             self._digest = self.fingerprint.digest.encode()
         self.summary = self._digest + present_digest
         self.spreads: list[Bucket] = []
+        self.exact: tuple[Tensor, ...] = ()  # integers have no gradients
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
         self.lay_out()
 

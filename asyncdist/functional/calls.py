@@ -139,9 +139,7 @@ class Calls(Generic[AskT, AnswerT]):
         if channel is None or world is None:
             raise ClosedError("ask() must be called inside the async with block of the calls")
         if dest in self._not_answering:
-            raise ClosedError(
-                f"rank {dest} no longer answers, because it has left the async with block of its calls", rank=dest
-            )
+            raise self._gone(dest)
         self._count = number = self._count % wire.ROUND_MAX + 1
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = dest, waiter
@@ -198,30 +196,26 @@ class Calls(Generic[AskT, AnswerT]):
             if task is None or task.cancelling():  # this task is cancelled, and not only one that answer= awaits
                 raise
             answer = _failed(error)
-        try:
-            await self._send(channel, answer, envelope)
-        except (ClosedError, RankLostError):
-            return  # the asking rank is lost, or one of the two ranks has left its block
+        # The asking rank may be lost, or one of the two ranks may have left its block.
+        with contextlib.suppress(ClosedError, RankLostError):
+            try:
+                await channel.send(answer, envelope.source, round=envelope.round)
+            except (ClosedError, RankLostError):
+                raise
+            except Exception as error:  # the answer has a field that cannot be sent
+                await channel.send(_failed(error), envelope.source, round=envelope.round)
 
-    async def _send(self, channel: Channel[Any], answer: Any, envelope: Envelope[Any]) -> None:
-        try:
-            await channel.send(answer, envelope.source, round=envelope.round)
-        except (ClosedError, RankLostError):
-            raise
-        except Exception as error:  # the answer has a field that cannot be sent
-            await channel.send(_failed(error), envelope.source, round=envelope.round)
+    def _gone(self, rank: int) -> AsyncdistError:
+        """Return the error of questions to a rank that is gone, or no longer answers."""
+        if rank not in self._not_answering:
+            return RankLostError(f"rank {rank} is gone and did not answer", rank=rank)
+        words = f"rank {rank} no longer answers, because it has left the async with block of its calls"
+        return ClosedError(words, rank=rank)
 
     def _on_gone(self, rank: int) -> None:
-        is_deaf = rank in self._not_answering
-        what = (
-            "no longer answers, because it has left the async with block of its calls"
-            if is_deaf
-            else "is gone and did not answer"
-        )
-        kind: type[AsyncdistError] = ClosedError if is_deaf else RankLostError
         for number, (dest, _) in list(self._waiting.items()):
             if dest == rank:
-                self._fail(number, kind(f"rank {rank} {what}", rank=rank))
+                self._fail(number, self._gone(rank))
 
     def _fail(self, number: int, error: AsyncdistError) -> None:
         _, waiter = self._waiting[number]

@@ -9,13 +9,13 @@ that is changed in place may still be written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, TypeVar, overload
 
 import torch
 
 from asyncdist import validation
-from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.error_exchange import Call, LocalResult, exchange_headers, run_and_raise
 from asyncdist.collectives.groups import Group, check_group, check_member
 from asyncdist.runtime.world import World, world_to_await
@@ -86,10 +86,7 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
     if not 1 < group.size <= _COMPARED_SIZE_MAX:
         await world.collectives.barrier(group)
         return
-
-    async def work(collectives: Collectives) -> None:
-        await exchange_headers(collectives, group, LocalResult(), Call("barrier"))
-
+    work = functools.partial(exchange_headers, group=group, outcome=LocalResult(), call=Call("barrier"))
     await run_and_raise(world.collectives, group, LocalResult(), work)
 
 

@@ -40,7 +40,11 @@ SURVIVORS_TIMEOUT_S: Final = 60.0
 
 
 class JointWork(Generic[T]):
-    """Runs this rank's part of a group's joint work. ``operation`` is the name of the called function, for errors."""
+    """Runs this rank's part of a group's joint work. ``operation`` is the name of the called function, for errors.
+
+    Attributes:
+        is_over: Whether the joint work has ended, successfully or not.
+    """
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
         self._world = world
@@ -52,11 +56,11 @@ class JointWork(Generic[T]):
         self._begun: asyncio.Future[None] = self._engine.loop.create_future()
         self._outcome: asyncio.Future[T] = self._engine.loop.create_future()
         for future in (self._begun, self._outcome):
-            future.add_done_callback(_mark_retrieved)
+            # Prevents asyncio from logging an exception that a cancelled caller never retrieves.
+            future.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._is_abandoned = False
-        self._delays_cancellation = False
-        self._released: asyncio.Future[None] | None = None  # completed when a delayed cancellation may be raised
-        self._is_over = False
+        self._release: asyncio.Future[None] | None = None  # completed when a delayed cancellation may be raised
+        self.is_over = False
 
     async def begin(
         self,
@@ -83,7 +87,9 @@ class JointWork(Generic[T]):
         async def in_turn() -> Any:
             if arrive is not None:
                 await arrive()
-            await self._wait_for_earlier()
+            if (earlier := self._previous) is not None:
+                what = WaitId(WaitKind.EARLIER_WORK, name=earlier._operation)
+                await self._engine.until(lambda: earlier.is_over, what)
             return await prepare() if arrive is None else None
 
         async def prepare_after_all() -> Any:
@@ -128,12 +134,6 @@ class JointWork(Generic[T]):
                 raise
             raise outcome.error from None  # raised in `prepare` on this rank
 
-    async def _wait_for_earlier(self) -> None:
-        earlier = self._previous
-        if earlier is not None:
-            what = WaitId(WaitKind.EARLIER_WORK, name=earlier._operation)
-            await self._engine.until(lambda: earlier._is_over, what)
-
     def _end_unless_begun(self) -> None:
         if self._task is None:
             self._end()
@@ -151,11 +151,6 @@ class JointWork(Generic[T]):
             await self._abandon()
             raise
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the joint work has ended, successfully or not."""
-        return self._is_over
-
     def check(self) -> None:
         """Raise CancelledError if the caller was cancelled. Inside a collective call, this notifies the other ranks."""
         if self._is_abandoned:
@@ -163,8 +158,7 @@ class JointWork(Generic[T]):
 
     def delay_cancellation(self) -> None:
         """Delay a cancellation of the caller until the end of the work, which changes objects of the caller."""
-        self._delays_cancellation = True
-        self._released = self._engine.loop.create_future()
+        self._release = self._engine.loop.create_future()
 
     @contextlib.contextmanager
     def delayed_cancellation(self) -> Iterator[None]:
@@ -173,7 +167,7 @@ class JointWork(Generic[T]):
         try:
             yield
         finally:
-            self._release()
+            self._raise_delayed()
 
     async def _new_group(self) -> Group:
         """Return a new group of the same members, or the group itself if it has one rank."""
@@ -213,28 +207,20 @@ class JointWork(Generic[T]):
             else:
                 future.set_exception(error)
 
-    def _release(self) -> None:
-        self._delays_cancellation = False
-        if self._released is not None:
-            resolve_waiter(self._released, None)
+    def _raise_delayed(self) -> None:
+        if self._release is not None:
+            resolve_waiter(self._release, None)
 
     def _end(self) -> None:
-        self._is_over = True
-        self._release()
+        self.is_over = True
+        self._raise_delayed()
         lease, previous, self._previous = self._group.lease, self._previous, None
         if lease.joint_work is self:  # After an early abandonment, the previous work may still be running.
-            lease.joint_work = None if previous is None or previous._is_over else previous
+            lease.joint_work = None if previous is None or previous.is_over else previous
         self._engine.recheck()
 
     async def _abandon(self) -> None:
         self._is_abandoned = True
-        while self._delays_cancellation and not self._is_over:
-            assert self._released is not None, "it is held"
+        while self._release is not None and not self._release.done():
             with contextlib.suppress(asyncio.CancelledError):  # only the first cancellation is raised
-                await asyncio.wait([self._released])  # The engine's own wait would raise if the job has failed.
-
-
-def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:
-    """Prevent asyncio from logging an exception that a cancelled caller never retrieves."""
-    if not outcome.cancelled():
-        outcome.exception()
+                await asyncio.wait([self._release])  # The engine's own wait would raise if the job has failed.

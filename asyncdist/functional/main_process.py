@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -46,6 +46,14 @@ U = TypeVar("U")
 _SCALARS: Final = (bool, int, float, complex)
 
 
+class _Where(TypedDict, total=False):
+    """Keyword arguments that the functions of this module share, for their overloads."""
+
+    root: int | None
+    group: Group | None
+    world: World | None
+
+
 def is_distributed() -> bool:
     """Return whether this task runs in a world of several ranks. Outside ``run`` and ``open_world``, return False."""
     world = calling_world()
@@ -63,15 +71,11 @@ def is_main_process(*, group: Group | None = None) -> bool:
 
 
 @overload
-async def compute_and_broadcast(
-    fn: Callable[[], Awaitable[T]], *, root: int | None = None, group: Group | None = None, world: World | None = None
-) -> T: ...
+async def compute_and_broadcast(fn: Callable[[], Awaitable[T]], **where: Unpack[_Where]) -> T: ...
 
 
 @overload
-async def compute_and_broadcast(
-    fn: Callable[[], T], *, root: int | None = None, group: Group | None = None, world: World | None = None
-) -> T: ...
+async def compute_and_broadcast(fn: Callable[[], T], **where: Unpack[_Where]) -> T: ...
 
 
 async def compute_and_broadcast(
@@ -98,35 +102,24 @@ async def compute_and_broadcast(
     is_root = world.rank == root
     outcome = await attempt(fn if is_root else None, checks=_checks(group, root, None, fn=fn))
 
-    async def tell(collectives: Collectives) -> tuple[ResultHeader, bytes]:
+    async def tell(collectives: Collectives) -> bytes:
         headers = await exchange_headers(collectives, group, outcome, Call("compute_and_broadcast", root))
         raise_first_error(headers)
-        header = headers[group.ranks.index(root)]
-        return header, await share_payload(collectives, group, outcome, header)
+        return await share_payload(collectives, group, outcome, headers[group.ranks.index(root)])
 
-    _, payload = await run_and_raise(world.collectives, group, outcome, tell)
+    payload = await run_and_raise(world.collectives, group, outcome, tell)
     return outcome.value if is_root else serialization.decode(payload)
 
 
 @overload
 async def gather_from_all_ranks(
-    fn: Callable[[], Awaitable[T]],
-    world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    fn: Callable[[], Awaitable[T]], world_size: int | None = None, **where: Unpack[_Where]
 ) -> list[T] | None: ...
 
 
 @overload
 async def gather_from_all_ranks(
-    fn: Callable[[], T],
-    world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    fn: Callable[[], T], world_size: int | None = None, **where: Unpack[_Where]
 ) -> list[T] | None: ...
 
 
@@ -160,23 +153,13 @@ async def gather_from_all_ranks(
 
 @overload
 async def gather_scalar_from_all_ranks(
-    fn: Callable[[], Awaitable[T]],
-    world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    fn: Callable[[], Awaitable[T]], world_size: int | None = None, **where: Unpack[_Where]
 ) -> list[T] | None: ...
 
 
 @overload
 async def gather_scalar_from_all_ranks(
-    fn: Callable[[], T],
-    world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    fn: Callable[[], T], world_size: int | None = None, **where: Unpack[_Where]
 ) -> list[T] | None: ...
 
 
@@ -206,59 +189,32 @@ async def reduce_and_broadcast(
     fn1: Callable[[], Awaitable[T]],
     fn2: Callable[[list[T]], Awaitable[U]],
     world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    **where: Unpack[_Where],
 ) -> U: ...
 
 
 @overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], Awaitable[T]],
-    fn2: Callable[[list[T]], U],
-    world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    fn1: Callable[[], Awaitable[T]], fn2: Callable[[list[T]], U], world_size: int | None = None, **where: Unpack[_Where]
 ) -> U: ...
 
 
 @overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], T],
-    fn2: Callable[[list[T]], Awaitable[U]],
-    world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    fn1: Callable[[], T], fn2: Callable[[list[T]], Awaitable[U]], world_size: int | None = None, **where: Unpack[_Where]
 ) -> U: ...
 
 
 @overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], T],
-    fn2: Callable[[list[T]], U],
-    world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    fn1: Callable[[], T], fn2: Callable[[list[T]], U], world_size: int | None = None, **where: Unpack[_Where]
 ) -> U: ...
 
 
 # Without this overload, mypy rejects generic functions such as ``sum`` for a list of T.
 @overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], Any],
-    fn2: Callable[[Iterable[Any]], U],
-    world_size: int | None = None,
-    *,
-    root: int | None = None,
-    group: Group | None = None,
-    world: World | None = None,
+    fn1: Callable[[], Any], fn2: Callable[[Iterable[Any]], U], world_size: int | None = None, **where: Unpack[_Where]
 ) -> U: ...
 
 
@@ -375,18 +331,14 @@ async def zero_only(
 
 
 async def _gather(world: World, group: Group, call: Call, outcome: LocalResult) -> list[Any] | None:
-    async def work(collectives: Collectives) -> tuple[list[ResultHeader], list[bytes] | None]:
-        return await collect(collectives, group, outcome, call)
-
+    work = functools.partial(collect, group=group, outcome=outcome, call=call)
     headers, payloads = await run_and_raise(world.collectives, group, outcome, work)
     raise_first_error(headers)
     return None if payloads is None else [serialization.decode(payload) for payload in payloads]
 
 
 async def _exchange(world: World, group: Group, outcome: LocalResult, call: Call) -> list[ResultHeader]:
-    async def work(collectives: Collectives) -> list[ResultHeader]:
-        return await exchange_headers(collectives, group, outcome, call)
-
+    work = functools.partial(exchange_headers, group=group, outcome=outcome, call=call)
     return await run_and_raise(world.collectives, group, outcome, work)
 
 

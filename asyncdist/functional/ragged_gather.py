@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.error_exchange import (
     Call,
-    ResultHeader,
     attempt,
     exchange_headers,
     raise_first_error,
@@ -23,7 +22,10 @@ from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.main_process import check_world_size
 from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
-from asyncdist.tensors.byte_views import flat_bytes, oddity_of
+from asyncdist.tensors.byte_views import dtype_name, flat_bytes, oddity_of
+
+#: Kind, dtype and shape of a member's data.
+_Description: TypeAlias = tuple[str, str, list[int]]
 
 _ALLOWED: Final = "the data to gather must be a dense tensor with at least one dimension, or a list"
 
@@ -55,37 +57,38 @@ async def gather_distributed_data(
         LocalProtocolError: This rank is not in the group.
     """
     world, group = resolve_group(world, training_group)
-    root = group.ranks[0]
-    contents: list[torch.Tensor] = []
-
-    def describe() -> tuple[str, str, list[int]]:
-        description, data = _describe(local_tensor)
-        contents.append(data)
-        return description
 
     def check_rank() -> None:
         if rank is not None and rank != world.rank:
             raise ValueError(f"rank must be None or this rank {world.rank}, got {rank!r}")
 
-    outcome = await attempt(describe, checks=[lambda: check_world_size(world_size, group), check_rank])
+    outcome = await attempt(
+        lambda: _describe(local_tensor),
+        lambda described: serialization.encode(described[0]),
+        checks=[lambda: check_world_size(world_size, group), check_rank],
+    )
 
-    async def work(collectives: Collectives) -> tuple[list[ResultHeader], torch.Tensor | None]:
+    async def work(collectives: Collectives) -> tuple[list[_Description], torch.Tensor | None]:
         headers = await exchange_headers(collectives, group, outcome, Call("gather_distributed_data"))
-        if any(header.has_error for header in headers):
-            return headers, None
+        raise_first_error(headers)
         descriptions = [serialization.decode(header.inline) for header in headers]
         _check_alike(group, descriptions)
-        sizes = [_nbytes(description) for description in descriptions]
-        return headers, await collectives.gather_bytes(contents[0], sizes, group, root)
+        sizes = list(map(_nbytes, descriptions))
+        return descriptions, await collectives.gather_bytes(outcome.value[1], sizes, group, group.ranks[0])
 
-    headers, gathered = await run_and_raise(world.collectives, group, outcome, work)
-    raise_first_error(headers)
+    descriptions, gathered = await run_and_raise(world.collectives, group, outcome, work)
     if gathered is None:
         return None
-    return _assemble([serialization.decode(header.inline) for header in headers], gathered, local_tensor)
+    if not isinstance(local_tensor, torch.Tensor):
+        parts = torch.split(gathered, list(map(_nbytes, descriptions)))
+        return [item for part in parts for item in serialization.decode(part.numpy().data)]
+    shape = (sum(sizes[0] for _, _, sizes in descriptions), *local_tensor.shape[1:])
+    if not gathered.numel():
+        return local_tensor.new_empty(shape)
+    return gathered.view(local_tensor.dtype).view(shape).to(local_tensor.device)
 
 
-def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
+def _describe(data: Any) -> tuple[_Description, torch.Tensor]:
     """Return the data's kind, dtype and shape, and its bytes as a uint8 tensor.
 
     A list's "shape" is its encoded size.
@@ -100,10 +103,10 @@ def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
         raise TypeError(f"{_ALLOWED}, got {oddity}")
     if data.ndim == 0:
         raise ValueError(f"{_ALLOWED}, got a tensor without dimensions with the value {data.item()!r}")
-    return ("tensor", str(data.dtype).removeprefix("torch."), list(data.shape)), flat_bytes(data)
+    return ("tensor", dtype_name(data.dtype), list(data.shape)), flat_bytes(data)
 
 
-def _check_alike(group: Group, descriptions: Sequence[tuple[str, str, list[int]]]) -> None:
+def _check_alike(group: Group, descriptions: Sequence[_Description]) -> None:
     kind, dtype, shape = descriptions[0]
     for rank, (its_kind, its_dtype, its_shape) in zip(group.ranks, descriptions, strict=True):
         if kind != its_kind:
@@ -123,18 +126,6 @@ def _check_alike(group: Group, descriptions: Sequence[tuple[str, str, list[int]]
         )
 
 
-def _nbytes(description: tuple[str, str, list[int]]) -> int:
+def _nbytes(description: _Description) -> int:
     kind, dtype, shape = description
     return shape[0] if kind == "list" else math.prod(shape) * serialization.dtype_of(dtype).itemsize
-
-
-def _assemble(
-    descriptions: Sequence[tuple[str, str, list[int]]], gathered: torch.Tensor, own: torch.Tensor | list[Any]
-) -> torch.Tensor | list[Any]:
-    if not isinstance(own, torch.Tensor):
-        parts = torch.split(gathered, [_nbytes(description) for description in descriptions])
-        return [item for part in parts for item in serialization.decode(part.numpy().data)]
-    shape = (sum(description[2][0] for description in descriptions), *own.shape[1:])
-    if not gathered.numel():
-        return own.new_empty(shape)
-    return gathered.view(own.dtype).view(shape).to(own.device)

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group, free_all
-from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
+from asyncdist.functional.main_process import reduce_and_broadcast
 from asyncdist.runtime.world import World, world_to_await
 from asyncdist.wording import ranks_in_words
 
@@ -323,7 +323,8 @@ async def initialize_distributed_compute(
         await start.agree(options, timeout_s=_TIMEOUT_S)
         plan = layout
         if plan is None and placement == "host":
-            hosts = await _all_hosts(world, world.hostname if hostname is None else hostname)
+            own_host = world.hostname if hostname is None else hostname
+            hosts = await reduce_and_broadcast(lambda: own_host, list, world=world)
             plan = RankLayout.by_host(hosts, num_remote_buffers, num_agent_groups, coordinator=coordinator)
         elif plan is None:
             plan = RankLayout.arithmetic(world.size, num_remote_buffers, num_agent_groups, coordinator=coordinator)
@@ -367,11 +368,6 @@ def _check_dist_backend(world: World, dist_backend: str | None) -> None:
         f"dist_backend must be {' or '.join(map(repr, carriers))} or None, because this world runs on "
         f"{' over '.join(carriers)}, got {dist_backend!r}. To change the transport, pass it to run(main, transport=...)"
     )
-
-
-async def _all_hosts(world: World, hostname: str) -> list[str]:
-    hosts = await gather_from_all_ranks(lambda: hostname, world=world)
-    return await compute_and_broadcast(lambda: hosts or [], world=world)
 
 
 def _describe(layout: RankLayout) -> str:

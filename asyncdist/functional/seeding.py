@@ -1,15 +1,28 @@
-"""Seeds a rank's random number generators."""
+"""Seeds, saves and restores a rank's random number generators: Python's, numpy's global one, and torch's.
+
+The state of numpy's default generator, an MT19937, is saved as a tuple, and the state of another one as JSON.
+``torch.load(weights_only=True)`` loads both.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import random
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from asyncdist import validation
-from asyncdist.functional.checkpoints.random_states import numpy_text
 from asyncdist.runtime.world import World, current_world
+
+logger = logging.getLogger("asyncdist.population_checkpoint")
+
+_OTHER_GENERATORS: Final = ("PCG64", "PCG64DXSM", "Philox", "SFC64")
+#: Number of words in the buffer of a Philox generator.
+_BUFFER_LENGTH: Final = 4
 
 
 class RestoredNumbers:
@@ -60,3 +73,78 @@ def seed_all(seed: int, *, world: World | None = None) -> int:
     np.random.seed(number)
     torch.manual_seed(number)
     return number
+
+
+def random_states() -> dict[str, Any]:
+    """Return the current states, as values that torch can load."""
+    return {
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Restore the saved random states."""
+    random.setstate(states["python"])
+    state = _as_numpy_state(states["numpy"])
+    saved, own = state["bit_generator"], _whole_numpy_state()["bit_generator"]
+    if own == saved:
+        np.random.set_state(state)
+    else:
+        logger.warning(
+            "the state of numpy's global generator is not restored, because it is a %s here and a %s in the checkpoint",
+            own,
+            saved,
+        )
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def check_random_states(states: Mapping[str, Any]) -> None:
+    """Raise an error of any type unless loaded states can be restored."""
+    random.Random().setstate(states["python"])
+    state = _as_numpy_state(states["numpy"])
+    name = state["bit_generator"]
+    if name == "MT19937":
+        position, last = state["state"]["pos"], 624
+    elif name in _OTHER_GENERATORS:
+        position, last = state.get("buffer_pos", 0), _BUFFER_LENGTH
+    else:
+        raise ValueError(f"numpy's generator must be one of numpy's, got {name!r:.80}")
+    if type(position) is not int or not 0 <= position <= last:  # numpy would read memory outside the state
+        raise ValueError(f"the position of numpy's generator must be from 0 to {last}, got {position!r:.80}")
+    np.random.RandomState(getattr(np.random, name)(0)).set_state(state)
+    torch.Generator(device="cpu").set_state(states["torch"])
+    if not all(isinstance(each, torch.Tensor) for each in states["cuda"]):
+        raise TypeError("the saved generator states of the GPUs must be tensors")
+
+
+def _whole_numpy_state() -> dict[str, Any]:
+    state: Any = np.random.get_state(legacy=False)
+    return dict(state)
+
+
+def _numpy_state() -> tuple[str, torch.Tensor, int, int, float] | str:
+    state = _whole_numpy_state()
+    name, inner = state["bit_generator"], state["state"]
+    if name != "MT19937":
+        return numpy_text(state)
+    words = torch.from_numpy(inner["key"].astype(np.int64))
+    return name, words, int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
+
+
+def numpy_text(state: Mapping[str, Any] | None = None) -> str:
+    """Return a state of numpy's global generator, by default the current one, as JSON."""
+    return json.dumps(_whole_numpy_state() if state is None else state, default=np.ndarray.tolist)
+
+
+def _as_numpy_state(saved: Any) -> dict[str, Any]:
+    if isinstance(saved, str):
+        state: dict[str, Any] = json.loads(saved)
+        return state
+    name, words, position, has_gauss, gauss = saved
+    inner = {"key": words.numpy().astype(np.uint32), "pos": position}
+    return {"bit_generator": name, "state": inner, "has_gauss": has_gauss, "gauss": gauss}

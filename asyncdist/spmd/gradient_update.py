@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncdist.spmd.mesh import Axis, find_axis
 from asyncdist.spmd.tree_collectives import pmean, reporting_failure
 from asyncdist.tensors import pytrees
+from asyncdist.tensors.byte_views import dtype_name
 
 #: A training step: ``async (opt_state, params, /, *args, **kwargs) -> (loss, params, opt_state)``.
 Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
@@ -66,9 +67,8 @@ def gradient_update(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the parameters, got {loss_fn!r:.80}")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return functools.partial(_update_in_place, loss_fn, optimizer, dp_axis_name, has_aux)
-    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")) or inspect.isclass(optimizer):
+    is_functional = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
+    if not isinstance(optimizer, torch.optim.Optimizer) and (not is_functional or inspect.isclass(optimizer)):
         allowed = "an object with init and update, or a torch.optim.Optimizer"
         raise TypeError(f"optimizer must be {allowed}, got {optimizer!r}")
     return functools.partial(_update, loss_fn, optimizer, dp_axis_name, has_aux)
@@ -76,30 +76,7 @@ def gradient_update(
 
 async def _update(
     loss_fn: Callable[..., Any],
-    optimizer: FunctionalOptimizer,
-    dp_axis_name: str | None,
-    has_aux: bool,
-    opt_state: Any,
-    params: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Any, Any, Any]:
-    with reporting_failure(_axes(dp_axis_name)):
-        given, spec = _checked_params(params)
-        leaves = [leaf.detach().requires_grad_() for leaf in given]
-        loss = functools.partial(loss_fn, optree.tree_unflatten(spec, leaves), *args, **kwargs)
-        value, gradients = _value_and_gradients(loss, leaves, has_aux)
-    gradients = await pmean(gradients, dp_axis_name)
-    frozen = optree.tree_unflatten(spec, [leaf.detach() for leaf in given])
-    with torch.no_grad():
-        updates, opt_state = optimizer.update(optree.tree_unflatten(spec, gradients), opt_state, params=frozen)
-        return value, optree.tree_map(_added, frozen, updates), opt_state
-
-
-async def _update_in_place(
-    loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: FunctionalOptimizer | torch.optim.Optimizer,
     dp_axis_name: str | None,
     has_aux: bool,
     opt_state: Any,
@@ -110,10 +87,22 @@ async def _update_in_place(
 ) -> tuple[Any, Any, Any]:
     with reporting_failure(_axes(dp_axis_name)):
         leaves, spec = _checked_params(params)
-        _check_same(optimizer, leaves, spec)
-        value, gradients = _value_and_gradients(functools.partial(loss_fn, params, *args, **kwargs), leaves, has_aux)
-    _step(optimizer, leaves, await pmean(gradients, dp_axis_name))
-    return value, params, opt_state
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _check_same(optimizer, leaves, spec)
+            trained = params
+        else:
+            leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+            trained = optree.tree_unflatten(spec, leaves)
+        value, gradients = _value_and_gradients(functools.partial(loss_fn, trained, *args, **kwargs), leaves, has_aux)
+    gradients = await pmean(gradients, dp_axis_name)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _step(optimizer, leaves, gradients)
+        return value, params, opt_state
+    frozen = optree.tree_unflatten(spec, [leaf.detach() for leaf in leaves])
+    with torch.no_grad():
+        updates, opt_state = optimizer.update(optree.tree_unflatten(spec, gradients), opt_state, params=frozen)
+        params = optree.tree_map(lambda param, update: (param + update).to(param.dtype), frozen, updates)
+        return value, params, opt_state
 
 
 def agent_gradient_update(
@@ -170,7 +159,7 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     leaves, spec = pytrees.flatten_tensors(params, "params")
     for index, leaf in enumerate(leaves):
         if not leaf.is_floating_point() and not leaf.is_complex():
-            path, kind = pytrees.leaf_paths(spec, "params")[index], pytrees.dtype_name(leaf.dtype)
+            path, kind = pytrees.leaf_paths(spec, "params")[index], dtype_name(leaf.dtype)
             raise TypeError(
                 f"{path} must be a floating or complex tensor, because only those have gradients, got {kind}"
             )
@@ -202,7 +191,7 @@ def _value_and_gradients(
         if not isinstance(loss, Tensor):
             raise TypeError(f"the loss must be a floating 0-d tensor, got {loss!r:.80}")
         if not loss.is_floating_point() or loss.dim():
-            kind = f"{pytrees.dtype_name(loss.dtype)} of shape {list(loss.shape)}"
+            kind = f"{dtype_name(loss.dtype)} of shape {list(loss.shape)}"
             raise TypeError(f"the loss must be a floating 0-d tensor, got {kind}")
         connected = loss.requires_grad
         found = torch.autograd.grad(loss, leaves, allow_unused=True) if connected else [None] * len(leaves)
@@ -212,15 +201,7 @@ def _value_and_gradients(
         torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
         for leaf, gradient in zip(leaves, found, strict=True)
     ]
-    return optree.tree_map(_outside_graph, value), gradients
-
-
-def _outside_graph(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _added(param: Tensor, update: Tensor) -> Tensor:
-    return (param + update).to(param.dtype)
+    return optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value), gradients
 
 
 def _step(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -10,13 +10,13 @@ Inside ``with mesh:``, a task and the tasks that it starts there can refer to th
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, TypeVar
+
+import numpy as np
 
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
@@ -24,7 +24,6 @@ from asyncdist.collectives.groups import Group, check_group, check_open, free_al
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.world import World, current_world, world_to_await
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 POP_AXIS_NAME: Final = "POP"
@@ -36,27 +35,19 @@ _SUBJECT: Final = "new mesh"
 open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist.spmd.open_meshes", default=())
 
 
-@dataclass(slots=True, eq=False)
-class _AxisOperations:
-    """Counts one rank's operations along one axis, and lets one of them run at a time."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    begun_count: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One rank's view of a mesh axis. Runs collectives in ``group``, the ranks along the axis."""
+    """One rank's view of a mesh axis. Its operations run one after another in ``group``, the ranks along the axis.
 
-    name: str
-    world: World
-    group: Group
-    _turn: _AxisOperations
+    Attributes:
+        begun_count: Number of operations that this rank has started along the axis.
+    """
 
-    @property
-    def begun_count(self) -> int:
-        """Number of operations that this rank has started along the axis."""
-        return self._turn.begun_count
+    def __init__(self, name: str, world: World, group: Group) -> None:
+        self.name = name
+        self.world = world
+        self.group = group
+        self.begun_count = 0
+        self._lock = asyncio.Lock()
 
     @property
     def subject(self) -> str:
@@ -73,19 +64,15 @@ class Axis:
         """This rank's index along the axis, from 0."""
         return self.group.index
 
-    async def perform(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run an operation along the axis after all earlier ones. It completes even if the caller is cancelled."""
-        return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs), self.group.tag)
-
-    def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
+    def begin(self, work: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
         """Start an operation that runs after all earlier operations along the axis, and return its task."""
-        name = f"operation along axis {self.name!r}"
-        self._turn.begun_count += 1
-        return self.world.services.spawn_service(self._in_turn(work, *args, **kwargs), name=name)
 
-    async def _in_turn(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        async with self._turn.lock:
-            return await work(*args, **kwargs)
+        async def in_turn() -> T:
+            async with self._lock:
+                return await work()
+
+        self.begun_count += 1
+        return self.world.services.spawn_service(in_turn(), name=f"operation along axis {self.name!r}")
 
 
 class Mesh:
@@ -239,13 +226,11 @@ async def new_mesh(
 
     async def make(start: Start[Mesh]) -> Mesh:
         await start.agree({"axes": _describe(sizes)}, timeout_s=timeout_s)
-        strides = _strides(tuple(sizes.values()))
-        lines = []
-        for size, stride in zip(sizes.values(), strides, strict=True):
-            first = group.index - group.index // stride % size * stride
-            lines.append([group.ranks[first + place * stride] for place in range(size)])
+        grid = np.array(group.ranks).reshape(tuple(sizes.values()))
+        here = np.argwhere(grid == world.rank)[0].tolist()
+        lines = [grid[(*here[:place], slice(None), *here[place + 1 :])].tolist() for place in range(len(sizes))]
         groups = await world.peers.groups.new_groups(lines, start.left_s(timeout_s), part_of=start)
-        made = {name: Axis(name, world, line, _AxisOperations()) for name, line in zip(sizes, groups, strict=True)}
+        made = {name: Axis(name, world, line) for name, line in zip(sizes, groups, strict=True)}
         for axis in made.values():
             axis.group.lease.subjects.append(axis.subject)
             axis.group.lease.bound_to = tuple(rank for rank in group.ranks if rank not in axis.group.ranks)
@@ -284,8 +269,3 @@ def _checked(axes: Mapping[str, int], group: Group) -> dict[str, int]:
 
 def _describe(axes: Mapping[str, int]) -> str:
     return ", ".join(f"{name!r}: {size}" for name, size in axes.items())
-
-
-def _strides(sizes: tuple[int, ...]) -> list[int]:
-    """Return the stride of each axis: the difference between the group indices of neighbours along the axis."""
-    return list(itertools.accumulate(reversed(sizes[1:]), lambda one, two: one * two, initial=1))[::-1]

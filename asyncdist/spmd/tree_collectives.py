@@ -27,6 +27,7 @@ lost. If this rank's main function returns before the other ranks have called th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
@@ -39,6 +40,7 @@ from asyncdist.collectives.algorithms.ordered_reduce import Reduction
 from asyncdist.errors import DisagreementError, LocalProtocolError
 from asyncdist.spmd.mesh import Axis, Mesh, find_axis
 from asyncdist.tensors import pytrees
+from asyncdist.tensors.byte_views import dtype_name
 
 T = TypeVar("T")
 
@@ -96,7 +98,7 @@ def reporting_failure(axes: Iterable[Axis]) -> Iterator[None]:
             # If the job has failed, all ranks are notified anyway.
             job_continues = axis.world.services.engine.failure is None
             if job_continues and axis.size > 1 and reported.get(axis.subject, 0) <= begun[axis.subject]:
-                axis.begin(_object, axis, error)
+                axis.begin(functools.partial(_object, axis, error))
                 _note_reported(error, axis)
         raise
 
@@ -153,12 +155,26 @@ def pmean(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) ->
 
 def pmin(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
     """Take each leaf's elementwise minimum over an axis. Awaitable; like :func:`psum`, but leaves cannot be complex."""
-    return _reduce("pmin", tree, axis_name, mesh, _min, _ORDERED)
+    return _reduce(
+        "pmin",
+        tree,
+        axis_name,
+        mesh,
+        functools.partial(_extreme, precedes=torch.lt, instead_of_nan=torch.inf),
+        _ORDERED,
+    )
 
 
 def pmax(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
     """Take each leaf's elementwise maximum over an axis. Awaitable; like :func:`psum`, but leaves cannot be complex."""
-    return _reduce("pmax", tree, axis_name, mesh, _max, _ORDERED)
+    return _reduce(
+        "pmax",
+        tree,
+        axis_name,
+        mesh,
+        functools.partial(_extreme, precedes=torch.gt, instead_of_nan=-torch.inf),
+        _ORDERED,
+    )
 
 
 def all_gather(
@@ -191,7 +207,7 @@ def all_gather(
                 trouble = ValueError(f"{allowed} for {path} of shape {list(leaf.shape)}, got axis={axis}, {tiled=}")
                 break
     what = f"all_gather, axis {axis}{', tiled' if tiled else ''}"
-    return _perform(place, what, outline, trouble, _gather_leaves, leaves, axis, tiled)
+    return _perform(place, what, outline, trouble, functools.partial(_gather_leaves, place, leaves, axis, tiled))
 
 
 def _reduce(
@@ -206,9 +222,9 @@ def _reduce(
     if trouble is None:
         wrong = outline.first_leaf(lambda kind: kind[0] not in dtypes)
         if wrong is not None:
-            allowed = ", ".join(pytrees.dtype_name(dtype) for dtype in dtypes)
+            allowed = ", ".join(dtype_name(dtype) for dtype in dtypes)
             trouble = TypeError(f"{wrong[0]} must be a dense tensor of {allowed} for {name}, got {wrong[1]}")
-    return _perform(place, name, outline, trouble, _reduce_leaves, leaves, fold)
+    return _perform(place, name, outline, trouble, functools.partial(_reduce_leaves, place, leaves, fold))
 
 
 async def _unchanged(tree: T) -> T:
@@ -225,40 +241,35 @@ async def _perform(
     what: str,
     outline: pytrees.Outline,
     trouble: Exception | None,
-    exchange: Callable[..., Coroutine[Any, Any, list[Tensor]]],
-    *args: Any,
+    exchange: Callable[[], Coroutine[Any, Any, list[Tensor]]],
 ) -> Any:
     """Agree on the operation with the axis's other ranks, exchange the leaves, and return the resulting tree.
 
     Args:
         what: Operation and its options, equal on all ranks of the axis.
         trouble: Error to raise for this rank's arguments; None if they are valid.
-        exchange: Coroutine function that takes the axis and ``args``, and returns the resulting leaves.
+        exchange: Coroutine function that returns the resulting leaves.
     """
-    axis.world.services.engine.check_loop()
+    engine = axis.world.services.engine
+    engine.check_loop()
     axis.world.check()
+    agree = functools.partial(_agree, axis, what, outline)
     if trouble is not None:
         # Despite the error, this rank compares trees, so that ranks with a different tree raise DisagreementError.
-        axis.begin(_agree, axis, what, outline)
+        axis.begin(agree)
         _note_reported(trouble, axis)
         raise trouble
+
+    async def agree_and_exchange() -> list[Tensor]:
+        await agree()
+        return await exchange()
+
     try:
-        leaves = await axis.perform(_agree_and_exchange, axis, what, outline, exchange, *args)
+        leaves = await engine.shielded(axis.begin(agree_and_exchange), axis.group.tag)
     except Exception as error:
         _note_reported(error, axis)
         raise
     return optree.tree_unflatten(outline.spec, leaves)
-
-
-async def _agree_and_exchange(
-    axis: Axis,
-    what: str,
-    outline: pytrees.Outline,
-    exchange: Callable[..., Coroutine[Any, Any, list[Tensor]]],
-    *args: Any,
-) -> list[Tensor]:
-    await _agree(axis, what, outline)
-    return await exchange(axis, *args)
 
 
 async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
@@ -303,30 +314,22 @@ async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: 
     flats = {}
     for dtype, flat in pytrees.pack(leaves).items():
         flats[dtype] = torch.stack(await axis.world.collectives.all_gather(flat, axis.group))
-    return [_placed(stacked, dim, tiled) for stacked in pytrees.unpack(flats, leaves)]
-
-
-def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
-    if tiled:
-        return torch.cat(list(stacked), dim=dim)
-    return stacked.movedim(0, dim).contiguous()
+    stacks = pytrees.unpack(flats, leaves)
+    return [torch.cat(list(each), dim) if tiled else each.movedim(0, dim).contiguous() for each in stacks]
 
 
 async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Reduction) -> list[Tensor]:
-    flats = {}
-    for dtype, flat in pytrees.pack(leaves).items():
-        flats[dtype] = await _reduce_flat(axis, flat, fold)
-    return pytrees.unpack(flats, leaves)
-
-
-async def _reduce_flat(axis: Axis, flat: Tensor, fold: Reduction) -> Tensor:
-    """Reduce a flat tensor in rank order. Every rank reduces a small tensor whole, but only a part of a large one."""
+    """Reduce in rank order. Every rank reduces a small flat tensor whole, but only a part of a large one."""
     collectives, group = axis.world.collectives, axis.group
-    if axis.size == 1:
-        return fold([flat])
-    if flat.nbytes <= WHOLE_NBYTES:
-        return fold(await collectives.all_gather(flat, group))
-    return await collectives.reduce_in_order(flat, group, fold)
+    flats = pytrees.pack(leaves)
+    for dtype, flat in flats.items():
+        if axis.size == 1:
+            flats[dtype] = fold([flat])
+        elif flat.nbytes <= WHOLE_NBYTES:
+            flats[dtype] = fold(await collectives.all_gather(flat, group))
+        else:
+            flats[dtype] = await collectives.reduce_in_order(flat, group, fold)
+    return pytrees.unpack(flats, leaves)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
@@ -353,22 +356,12 @@ def _mean(parts: Sequence[Tensor]) -> Tensor:
     return total * torch.tensor(1 / len(parts), dtype=real, device="cpu")
 
 
-def _min(parts: Sequence[Tensor]) -> Tensor:
-    return _extreme(parts, torch.lt, torch.inf)
-
-
-def _max(parts: Sequence[Tensor]) -> Tensor:
-    return _extreme(parts, torch.gt, -torch.inf)
-
-
 def _extreme(parts: Sequence[Tensor], precedes: Callable[[Tensor, Tensor], Tensor], instead_of_nan: float) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    found = _without_nan(parts[0], instead_of_nan)
+    found = parts[0]
+    if found.is_floating_point():
+        found = torch.where(found.isnan(), instead_of_nan, found)
     for part in parts[1:]:
         found = torch.where(precedes(part, found), part, found)
     return found
-
-
-def _without_nan(part: Tensor, instead: float) -> Tensor:
-    return torch.where(part.isnan(), instead, part) if part.is_floating_point() else part

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from asyncdist.tensors.byte_views import dtype_name
 from asyncdist.tensors.flat_state import Entry, FlatBuffers
 
 #: Alignment of segments in bytes: a cache line, and a multiple of every element size.
@@ -20,7 +21,7 @@ ALIGNMENT_NBYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a chunk whose elements all have the same dtype.
+    """A part of a chunk, or of the whole block, whose elements all have the same dtype.
 
     Attributes:
         first: Index of the piece's first element in the flat tensor of this dtype.
@@ -34,25 +35,18 @@ class Piece:
     offset: int
     averaged: bool
 
+    @property
+    def end(self) -> int:
+        """Offset of the end of the piece in the chunk, in bytes."""
+        return self.offset + self.count * self.dtype.itemsize
+
     def of_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
         """Return the piece as a view of a chunk (1-D uint8), in the piece's dtype."""
-        return chunk[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
+        return chunk[self.offset : self.end].view(self.dtype)
 
     def of_flat(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the piece as a view of the flat tensor of its dtype."""
         return flat[self.first : self.first + self.count]
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    dtype: torch.dtype
-    start: int
-    count: int
-    averaged: bool
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count * self.dtype.itemsize
 
 
 class Packing:
@@ -65,44 +59,32 @@ class Packing:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = tuple(entries)
-        counts: dict[tuple[bool, str], tuple[torch.dtype, int]] = {}
+        sizes: dict[tuple[bool, str], tuple[torch.dtype, int]] = {}
         for entry in self._entries:
-            key = (not entry.averaged, str(entry.dtype))
-            count = counts.get(key, (entry.dtype, 0))[1]
-            counts[key] = (entry.dtype, max(count, entry.offset + math.prod(entry.shape)))
-        segments: list[_Segment] = []
-        end = 0
-        for key, (dtype, count) in sorted(counts.items(), key=lambda item: item[0]):
-            start = -(-end // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-            segments.append(_Segment(dtype, start, count, averaged=not key[0]))
-            end = segments[-1].end
-        self._segments = tuple(segments)
-        self.nbytes = end
-        self.averaged_nbytes = max((segment.end for segment in segments if segment.averaged), default=0)
+            key = not entry.averaged, dtype_name(entry.dtype)
+            size = sizes[key][1] if key in sizes else 0
+            sizes[key] = entry.dtype, max(size, entry.offset + math.prod(entry.shape))
+        self._segments: list[Piece] = []
+        self.nbytes = self.averaged_nbytes = 0
+        for is_exact, name in sorted(sizes):
+            dtype, size = sizes[is_exact, name]
+            start = -(-self.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+            self._segments.append(Piece(dtype, 0, size, start, averaged=not is_exact))
+            self.nbytes = self._segments[-1].end
+            if not is_exact:
+                self.averaged_nbytes = self.nbytes
 
     @torch.inference_mode(False)  # otherwise, the views would belong to the caller's inference mode
     def buffers(self, memory: torch.Tensor) -> FlatBuffers:
         """Return flat buffers that are views of ``memory``, an aligned 1-D uint8 tensor of ``nbytes`` elements."""
-        tensors = {
-            segment.dtype: memory[segment.start : segment.end].view(segment.dtype)
-            for segment in sorted(self._segments, key=lambda segment: str(segment.dtype))
-        }
-        views = tuple(
-            tensors[entry.dtype][entry.offset : entry.offset + math.prod(entry.shape)].view(entry.shape)
-            for entry in self._entries
-        )
-        return FlatBuffers(self._entries, tensors, views)
+        segments = sorted(self._segments, key=lambda segment: dtype_name(segment.dtype))
+        return FlatBuffers.of(self._entries, {segment.dtype: segment.of_chunk(memory) for segment in segments})
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
         """Yield the pieces between two byte offsets. Each offset is a multiple of ``ALIGNMENT_NBYTES`` or the end."""
         for segment in self._segments:
-            first, last = max(start, segment.start), min(end, segment.end)
+            first, last = max(start, segment.offset), min(end, segment.end)
             if first < last:
                 itemsize = segment.dtype.itemsize
-                yield Piece(
-                    segment.dtype,
-                    (first - segment.start) // itemsize,
-                    (last - first) // itemsize,
-                    first - start,
-                    segment.averaged,
-                )
+                index, count = (first - segment.offset) // itemsize, (last - first) // itemsize
+                yield Piece(segment.dtype, index, count, first - start, segment.averaged)

@@ -13,6 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name, such as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def oddity_of(tensor: Tensor) -> str | None:
     """Return None for a plain dense tensor. For any other tensor, return a description, such as "a nested tensor"."""
     if tensor.is_meta:

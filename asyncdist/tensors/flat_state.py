@@ -20,7 +20,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from asyncdist.tensors.byte_views import dtype_name
 from asyncdist.tensors.device_copy import DeviceCopy, copy_stream
+from asyncdist.tensors.means import mixed
 from asyncdist.tensors.model_tensors import (
     check_overlap,
     check_supported,
@@ -129,6 +131,12 @@ class FlatBuffers:
     tensors: Mapping[torch.dtype, Tensor]
     views: tuple[Tensor, ...]
 
+    @classmethod
+    def of(cls, entries: tuple[Entry, ...], tensors: Mapping[torch.dtype, Tensor]) -> "FlatBuffers":
+        """Return buffers with a view of each entry in these flat tensors."""
+        flats = (tensors[each.dtype][each.offset : each.offset + math.prod(each.shape)] for each in entries)
+        return cls(entries, tensors, tuple(flat.view(each.shape) for flat, each in zip(flats, entries, strict=True)))
+
     @property
     def nbytes(self) -> int:
         """Total size of the tensors in bytes."""
@@ -144,7 +152,7 @@ class FlatBuffers:
 
     def by_name(self) -> dict[str, Tensor]:
         """Return the flat tensors by the name of the model's dtype, such as `"float32"`."""
-        return {_dtype_name(dtype): tensor for dtype, tensor in self.tensors.items()}
+        return {dtype_name(dtype): tensor for dtype, tensor in self.tensors.items()}
 
 
 class FlatState:
@@ -217,10 +225,10 @@ class FlatState:
         self._shapes = [tensors[place].shape for place in self._firsts]
         own_count = len(groups) - (0 if states is None else len(states.names))
         self._dtypes = [tensors[place].dtype for place in self._firsts[:own_count]]  # without optimizer states
-        self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=_dtype_name)}
+        self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=dtype_name)}
         self._devices = {tensors[place].device for place in self._firsts if tensors[place].is_cuda}
         self.fingerprint = Fingerprint(
-            tuple((e.names, e.shape, _dtype_name(e.dtype) + shardings.get(e.names[0], "")) for e in self.entries)
+            tuple((e.names, e.shape, dtype_name(e.dtype) + shardings.get(e.names[0], "")) for e in self.entries)
         )
 
     def _group(self, tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -272,11 +280,7 @@ class FlatState:
             dtype: new(size, dtype=accumulate_dtype(dtype) if accumulate else dtype)
             for dtype, size in self._sizes.items()
         }
-        views = []
-        for entry in self.entries:
-            flat = tensors[entry.dtype][entry.offset : entry.offset + math.prod(entry.shape)]
-            views.append(flat.view(entry.shape))
-        return FlatBuffers(self.entries, tensors, tuple(views))
+        return FlatBuffers.of(self.entries, tensors)
 
     def snapshot(self, into: FlatBuffers) -> None:
         """Copy the model's current state into the buffers. Raise ValueError if the model's layout has changed."""
@@ -368,7 +372,9 @@ class FlatState:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
         known = {id(parameter) for parameter in self._model.parameters()}
         held = [id(parameter) for group in groups for parameter in group["params"]]
-        if held and known.isdisjoint(held) and _steps_in_hooks(optimizer):
+        # Some wrap one optimizer per parameter, like transformers' LayerWiseDummyOptimizer.
+        steps_in_hooks = isinstance(getattr(optimizer, "optimizer_dict", None), dict)
+        if held and known.isdisjoint(held) and steps_in_hooks:
             raise ValueError(
                 f"optimizer must hold the model's parameters, but this {type(optimizer).__name__} updates them in "
                 "hooks of the backward pass. Use an optimizer without layer-wise updates, such as "
@@ -465,14 +471,9 @@ class FlatState:
         for entry, tensor in zip(self.entries, tensors, strict=True):
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(
-                    f"the tensor {entry.names[0]!r} was {_dtype_name(entry.dtype)} {entry.shape} and is now "
-                    f"{_dtype_name(tensor.dtype)} {tuple(tensor.shape)}; {_CHANGED}"
+                    f"the tensor {entry.names[0]!r} was {dtype_name(entry.dtype)} {entry.shape} and is now "
+                    f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}; {_CHANGED}"
                 )
-
-
-def _steps_in_hooks(optimizer: Any) -> bool:
-    """Return whether the optimizer wraps one optimizer per parameter, like transformers' LayerWiseDummyOptimizer."""
-    return isinstance(getattr(optimizer, "optimizer_dict", None), dict)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -561,8 +562,7 @@ def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
         own = tensor.narrow(dim, start, min(step, size - start))
         other = average.narrow(dim, start, min(step, size - start)).to(wide)
         before = own.to(device=other.device, dtype=wide)
-        mixed = (before * momentum).add_(other * (1.0 - momentum))
-        own.copy_(mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)))
+        own.copy_(mixed(before, other, momentum))
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -572,7 +572,3 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 def _is_averaged(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

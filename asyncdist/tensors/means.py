@@ -245,22 +245,18 @@ def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_car
     if len(weights) in _EXACT_COUNTS and all(weight == 1.0 for weight in weights):
         return
     for its_mean, its_last in zip(torch.split(mean, _STRETCH_COUNT), torch.split(last, _STRETCH_COUNT), strict=True):
-        _prefer_last_here(its_mean, its_last, weights, is_careful=is_careful)
-
-
-def _prefer_last_here(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
-    if is_careful:
-        of_equal = torch.empty_like(last)
-        weighted_mean_into(of_equal, [last] * len(weights), weights, keeps_equal=False)
-    else:
-        of_equal = _mean_of_equal(last, weights)
-    # Comparisons and `where` would take ten times as long as integer arithmetic.
-    bits, last_bits = mean.view(_INTEGERS[mean.dtype]), last.view(_INTEGERS[mean.dtype])
-    differs = of_equal.view(bits.dtype)
-    torch.ne(bits, differs, out=differs)
-    if not differs.min():
-        bits *= differs
-        bits -= differs.sub_(1).mul_(last_bits)  # adds the last tensor's bits to the elements that are now zero
+        if is_careful:
+            of_equal = torch.empty_like(its_last)
+            weighted_mean_into(of_equal, [its_last] * len(weights), weights, keeps_equal=False)
+        else:
+            of_equal = _mean_of_equal(its_last, weights)
+        # Comparisons and `where` would take ten times as long as integer arithmetic.
+        bits, last_bits = its_mean.view(_INTEGERS[mean.dtype]), its_last.view(_INTEGERS[mean.dtype])
+        differs = of_equal.view(bits.dtype)
+        torch.ne(bits, differs, out=differs)
+        if not differs.min():
+            bits *= differs
+            bits -= differs.sub_(1).mul_(last_bits)  # adds the last tensor's bits to the elements that are now zero
 
 
 def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
@@ -293,12 +289,18 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) -> None:
-    """Update the mean of ``count`` tensors with one more tensor, and write it into ``result``.
+def mixed(one: Tensor, other: Tensor, share: float) -> Tensor:
+    """Return ``share * one + (1 - share) * other``, for real tensors of one dtype.
 
-    Each element becomes mean * count / (count + 1) + values / (count + 1). Both products and the sum are rounded
-    separately, and the sum is clamped to the interval between ``mean`` and ``values``. Equal values therefore remain
-    equal, and finite values remain finite.
+    Both products and the sum are rounded separately, and the sum is clamped to the interval between the tensors. Equal
+    values therefore remain equal, and finite values remain finite.
+    """
+    total = (one * share).add_(other * (1.0 - share))
+    return total.clamp_(torch.minimum(one, other), torch.maximum(one, other))
+
+
+def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) -> None:
+    """Update the mean of ``count`` tensors with one more tensor, as :func:`mixed` does, and write it into ``result``.
 
     Args:
         result: Contiguous 1-D tensor of the mean's dtype, which may be ``mean``.
@@ -314,6 +316,4 @@ def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) 
         torch.split(values, _PIECE_COUNT),
         strict=True,
     ):
-        other = its_values.to(before.dtype)
-        mixed = (before * share).add_(other * (1.0 - share))
-        into.copy_(mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)))
+        into.copy_(mixed(before, its_values.to(before.dtype), share))

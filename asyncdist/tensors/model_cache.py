@@ -39,3 +39,13 @@ class Scratch:
     def forget(self, model: nn.Module) -> None:
         """Remove all cached objects of a model."""
         self._kept.pop(model, None)
+
+
+class TrainedModels:
+    """The set of this rank's models that a policy has trained, or that were loaded from a population's checkpoint.
+
+    Their weights may differ between ranks.
+    """
+
+    def __init__(self, _: object) -> None:
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()

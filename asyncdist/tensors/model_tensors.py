@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from asyncdist.tensors.byte_views import byte_view, to_host
+from asyncdist.tensors.byte_views import byte_view, dtype_name, to_host
 
 _ALLOWED: Final = (
     "a model's tensors must be dense and must not overlap in memory, except for tensors that share one view"
@@ -152,7 +152,7 @@ def check_supported(name: str, tensor: Tensor) -> None:
     elif tensor.is_quantized:
         trouble = "is quantised"
     elif not _has_arithmetic(tensor.dtype):
-        trouble = f"is {str(tensor.dtype).removeprefix('torch.')}, a dtype that torch can neither copy nor add"
+        trouble = f"is {dtype_name(tensor.dtype)}, a dtype that torch can neither copy nor add"
     elif tensor.layout != torch.strided or tensor.is_nested:
         trouble = f"is sparse or nested (layout {tensor.layout})"
     elif is_sharded(tensor):
@@ -275,15 +275,11 @@ def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) 
     if len(cluster) < 2:
         return
     mask = np.zeros(end - start, dtype=np.bool_)
-    for index, (name, tensor) in enumerate(cluster):
+    for name, tensor in cluster:
         view = _mark(mask, tensor, start)
         if view.any():
-            others = [other for other in cluster[:index] if _overlap(other[1], tensor, start, end)]
-            raise ValueError(f"the tensors {name!r} and {others[0][0]!r} overlap in memory; {_ALLOWED}")
+            own = np.zeros_like(mask)
+            _mark(own, tensor, start)[...] = True
+            other = next(other for other, its in cluster if _mark(own, its, start).any())
+            raise ValueError(f"the tensors {name!r} and {other!r} overlap in memory; {_ALLOWED}")
         view[...] = True
-
-
-def _overlap(one: Tensor, two: Tensor, start: int, end: int) -> bool:
-    mask = np.zeros(end - start, dtype=np.bool_)
-    _mark(mask, one, start)[...] = True
-    return bool(_mark(mask, two, start).any())

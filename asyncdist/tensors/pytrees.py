@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist.tensors.byte_views import oddity_of
+from asyncdist.tensors.byte_views import dtype_name, oddity_of
 
 #: A leaf's dtype and shape, or a description such as "an int" for a leaf that cannot be sent.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
@@ -46,11 +46,11 @@ class Outline:
         """SHA-256 digest of the lines, in hexadecimal."""
         return _digest(self.spec, self.kinds)
 
-    def first_leaf(self, is_wrong: Callable[[Kind], bool]) -> tuple[str, str] | None:
+    def first_leaf(self, is_wrong: Callable[[Kind], bool], name: str = "tree") -> tuple[str, str] | None:
         """Return the path and description of the first leaf for which ``is_wrong`` returns true, or None."""
         for index, kind in enumerate(self.kinds):
             if is_wrong(kind):
-                return _leaf_path(self.spec, index), _describe_kind(kind)
+                return leaf_paths(self.spec, name)[index], _describe_kind(kind)
         return None
 
 
@@ -63,9 +63,9 @@ def outline(tree: Any) -> tuple[list[Any], Outline]:
 def flatten_tensors(tree: Any, name: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """Return the leaves and the structure of a tree. Raise TypeError if a leaf is not a dense tensor."""
     leaves, found = outline(tree)
-    wrong = found.first_leaf(is_foreign)
+    wrong = found.first_leaf(is_foreign, name)
     if wrong is not None:
-        raise TypeError(f"{path_in(name, wrong[0])} must be a dense tensor, got {wrong[1]}")
+        raise TypeError(f"{wrong[0]} must be a dense tensor, got {wrong[1]}")
     return leaves, found.spec
 
 
@@ -74,14 +74,9 @@ def is_foreign(kind: Kind) -> bool:
     return isinstance(kind, str)
 
 
-def path_in(name: str, path: str) -> str:
-    """Replace the leading "tree" of ``path``, a path in an :class:`Outline`, by ``name``."""
-    return name + path.removeprefix("tree")
-
-
 def leaf_paths(spec: optree.PyTreeSpec, name: str) -> list[str]:
     """Return the path of each leaf of the tree, with ``name`` as its first part."""
-    return [path_in(name, path) for path, node in _walk(spec) if node is None]
+    return [path for path, node in _walk(spec, name) if node is None]
 
 
 def lines_to_text(lines: Lines) -> str:
@@ -168,12 +163,7 @@ def _describe_kind(kind: Kind) -> str:
     return f"{dtype_name(dtype)} of shape {list(shape)}"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name, such as ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _walk(spec: optree.PyTreeSpec, path: str = "tree") -> Iterator[tuple[str, str | None]]:
+def _walk(spec: optree.PyTreeSpec, path: str) -> Iterator[tuple[str, str | None]]:
     """Yield (path, type description) for each inner node and (path, None) for each leaf, parents first."""
     if spec.is_leaf():
         yield path, None
@@ -189,13 +179,9 @@ def _walk(spec: optree.PyTreeSpec, path: str = "tree") -> Iterator[tuple[str, st
 @functools.lru_cache(_CACHED_COUNT)
 def _lines(spec: optree.PyTreeSpec, kinds: tuple[Kind, ...]) -> Lines:
     leaves = iter(kinds)
-    return tuple((path, _describe_kind(next(leaves)) if node is None else node) for path, node in _walk(spec))
+    return tuple((path, _describe_kind(next(leaves)) if node is None else node) for path, node in _walk(spec, "tree"))
 
 
 @functools.lru_cache(_CACHED_COUNT)
 def _digest(spec: optree.PyTreeSpec, kinds: tuple[Kind, ...]) -> str:
     return hashlib.sha256(lines_to_text(_lines(spec, kinds)).encode()).hexdigest()
-
-
-def _leaf_path(spec: optree.PyTreeSpec, index: int) -> str:
-    return [path for path, node in _walk(spec) if node is None][index]

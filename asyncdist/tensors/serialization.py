@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.tensors.byte_views import byte_view, oddity_of, to_host
+from asyncdist.tensors.byte_views import byte_view, dtype_name, oddity_of, to_host
 
 ALLOWED: Final = (
     "None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, dense torch.Tensor, "
@@ -34,7 +34,7 @@ _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
 _NUMPY_KINDS: Final = "biufc"
 _DTYPES: Final = {
-    str(value).removeprefix("torch."): value
+    dtype_name(value): value
     for name, value in vars(torch).items()
     if isinstance(value, torch.dtype) and not name.startswith("q")  # quantised tensors also need scale and zero point
 }
@@ -142,7 +142,7 @@ def _pack_tensor(tensor: torch.Tensor, where: _Where, depth: int) -> Any:
     oddity = oddity_of(tensor)
     if oddity is not None:
         raise _unsupported(oddity, where)
-    return {_TENSOR: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes(byte_view(to_host(tensor)))]}
+    return {_TENSOR: [dtype_name(tensor.dtype), list(tensor.shape), bytes(byte_view(to_host(tensor)))]}
 
 
 def _pack_array(array: np.ndarray[Any, Any], where: _Where, depth: int) -> Any:

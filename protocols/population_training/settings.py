@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncdist.tensors.optimizers.group_state import load_group_state
-from asyncdist.tensors.optimizers.loading import load_exactly, torch_part, with_groups
+from asyncdist.tensors.optimizers.loading import load_exactly, load_group_state, torch_part, with_groups
 
 _NAME: Final = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
 #: Settings proportional to the base learning rate, in a scheduler's attributes and in each parameter group.

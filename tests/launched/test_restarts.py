@@ -63,7 +63,7 @@ def test_a_rank_killed_in_a_save_is_in_later_checkpoints(tmp_path: Path) -> None
     assert "may be incomplete, and is then ignored, because rank 1 was lost during the save" in result.stderr
     folder, manifest = manifests.find_newest(tmp_path / "saved")
     assert [entry["rank"] for entry in manifest["files"]] == [0, 1, 2]
-    saved = [checkpoint_files.read_model(folder, entry)["weight"].item() for entry in manifest["files"]]
+    saved = [checkpoint_files.read_rank(folder, entry)["model"]["weight"].item() for entry in manifest["files"]]
     assert saved == [reports[rank][2] for rank in range(3)]
 
 

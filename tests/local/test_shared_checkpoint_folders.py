@@ -13,7 +13,6 @@ from support.seeds import in_ci
 
 import asyncdist as ad
 from asyncdist.functional.checkpoints import checkpoint_files, manifests
-from asyncdist.functional.checkpoints.checkpoint_files import FolderLock
 
 
 async def save(world: ad.World, path: Path, keep: int = 1) -> str:
@@ -23,11 +22,10 @@ async def save(world: ad.World, path: Path, keep: int = 1) -> str:
 def test_a_checkpoint_that_another_job_writes_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Regression: a save with ``keep`` deleted it, and the other job ended with FileNotFoundError."""
     other = checkpoint_files.new_folder(tmp_path)
-    lock = FolderLock(other)
-    assert ad.run_local(save, tmp_path, ranks=2) == ["checkpoint-000002"] * 2
-    assert other.is_dir()
-    assert f"another job is writing {other}" in caplog.text
-    lock.release()
+    with checkpoint_files.locked(other):
+        assert ad.run_local(save, tmp_path, ranks=2) == ["checkpoint-000002"] * 2
+        assert other.is_dir()
+        assert f"another job is writing {other}" in caplog.text
     assert ad.run_local(save, tmp_path, ranks=2) == ["checkpoint-000003"] * 2
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-000003"]
 

@@ -23,7 +23,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.functional.soups import best_of_population as streaming
-from asyncdist.functional.soups.trial import check_loader
+from asyncdist.functional.soups.choosing import check_loader
 
 
 def vectors(count: int) -> list[np.ndarray[Any, Any]]:

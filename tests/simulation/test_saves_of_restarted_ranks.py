@@ -355,7 +355,10 @@ def test_a_rank_in_another_round_is_not_in_the_checkpoint(tmp_path: Path) -> Non
 
 
 def test_the_position_of_a_moment(tmp_path: Path) -> None:
-    position = functools.partial(restarted_ranks.position, tmp_path)
+    def position(moment: Moment) -> str:
+        found, is_late = restarted_ranks.find(tmp_path, moment)
+        return "at a checkpoint" if found is not None else "late" if is_late else "ahead"
+
     assert position(Moment(RUN, 10)) == "ahead", "no checkpoint was written yet"
     for iteration in (10, 30):
         checkpoint(tmp_path, Moment(RUN, iteration))

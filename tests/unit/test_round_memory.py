@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from asyncdist.tensors.codecs.casts import Float32
+from asyncdist.tensors.codecs.rounding import Float32
 from asyncdist.tensors.flat_state import FlatState
 from protocols.exchange.layout.wire_layout import WireLayout
 from protocols.exchange.rounds import MemberRound, RoundTransfers

@@ -37,8 +37,8 @@ MUTANTS: Final = (
         1,
         "with momentum the new weights are computed and not written back",
         "asyncdist/tensors/flat_state.py",
-        "        own.copy_(mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)))",
-        "        own = mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)).to(own.dtype)",
+        "        own.copy_(mixed(before, other, momentum))",
+        "        own = mixed(before, other, momentum).to(own.dtype)",
         SUITE,
     ),
     Mutant(

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import stat
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -74,22 +73,18 @@ def is_simulated(folder: Path) -> bool:
     return False
 
 
-class FolderLock:
-    """Locks the folder of an unfinished checkpoint (flock(2)), so that no other job deletes it.
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder of an unfinished checkpoint (flock(2)) during the block, so that no other job deletes it.
 
     The kernel releases the lock if the process is killed. Some network drives do not support locks.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._release: Callable[[], object] = lambda: None
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, _FOLDER)
-            self._release = weakref.finalize(self, _unlock, descriptor)
+            stack.callback(_unlock, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def release(self) -> None:
-        """Release the lock. Calls after the first do nothing."""
-        self._release()
+        yield
 
 
 def _unlock(descriptor: int) -> None:
@@ -175,12 +170,6 @@ def read_extra(folder: Path, entry: Mapping[str, Any]) -> Any:
     _check_whole(path, entry)
     with reading(path):
         return copy.deepcopy(torch_files.load(path, is_mapped=True)["extra"])
-
-
-def read_model(folder: Path, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the model's state written by :func:`write_rank`, memory-mapped. The optimizer's state is not copied."""
-    model: Mapping[str, Any] = read_rank(folder, entry, is_mapped=True)["model"]
-    return model
 
 
 @contextlib.contextmanager
@@ -291,7 +280,7 @@ def _is_own(folder: Path) -> bool:
 
     Otherwise, log a warning, once for each folder.
     """
-    if manifests.has_manifest(folder):
+    if manifests.is_ours(folder):
         return True  # the user may have added files
     try:
         with os.scandir(folder) as entries:

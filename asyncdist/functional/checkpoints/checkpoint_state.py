@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -14,15 +15,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncdist.functional.checkpoints import manifests, optimizer_fit
-from asyncdist.functional.checkpoints.random_states import check_random_states, random_states
-from asyncdist.functional.checkpoints.shards import shard_of
+from asyncdist.functional.checkpoints import manifests
+from asyncdist.functional.seeding import check_random_states, random_states
 from asyncdist.tensors.compiled_names import plain_name, plain_state
+from asyncdist.tensors.model_tensors import is_sharded, local_part
 from asyncdist.tensors.optimizers import loading
 from asyncdist.tensors.optimizers.wrapped import class_name
 from asyncdist.trust import torch_files
 from asyncdist.validation import printable
 
+#: torch optimizers whose state tensors may have different shapes than the parameters.
+_OTHER_SHAPES: Final = (torch.optim.Adafactor, torch.optim.LBFGS)
 _OTHER_MODEL: Final = "the checkpoint must be of a model with the same layout"
 
 
@@ -152,19 +155,15 @@ def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
     state = policy if isinstance(policy, Mapping) else {}
     mode = "max" if state.get("metric_mode") is None else state["metric_mode"]
     is_mode = isinstance(mode, str) and mode in ("min", "max")
-    value = _number(state.get("metric")) if is_mode else None
+    value: float | None = None
+    if is_mode and type(state.get("metric")) in (int, float):
+        with contextlib.suppress(OverflowError):  # raised for an integer of hundreds of digits
+            value = float(state["metric"])
     return {
         "metric": value if metric is None else float(metric),
         "metric_mode": mode if is_mode else "max",
         "replica_size": _replica_size(state),
     }
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value) if type(value) in (int, float) else None
-    except OverflowError:
-        return None
 
 
 def replica_size_of(policy: HasState | None) -> int:
@@ -249,7 +248,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
                     raise ValueError(
                         f"{_OTHER_MODEL}: {name!r} has the {what} {mine} in this model and {theirs} in the checkpoint"
                     )
-            if (own_part := shard_of(value)) != (saved_part := shard_of(other)):
+            if (own_part := _part(value)) != (saved_part := _part(other)):
                 parts = f"is {own_part} in this model and {saved_part} in the checkpoint"
                 raise ValueError(f"{_OTHER_MODEL}: {name!r} {parts}")
     for name in saved:
@@ -264,7 +263,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
     old = None, "AcceleratedOptimizer", "LightningOptimizer", f"Fabric{kind}", f"Lightning{kind}"
     if other not in (kind, *old):
         raise ValueError(f"the checkpoint must be of an optimizer of the class {kind}, got {printable(str(other))}")
-    optimizer_fit.check(optimizer, arranged_optimizer(model, optimizer, loaded))
+    _check_fit(optimizer, arranged_optimizer(model, optimizer, loaded))
 
 
 def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> Any:
@@ -286,3 +285,118 @@ def arranged_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loade
             f"the checkpoint must be of an optimizer with parameter groups of {counts} parameters, got {others}"
         )
     return loaded["optimizer"]
+
+
+def _check_fit(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names the first entry of a loaded state that does not fit the optimizer, if any.
+
+    ``Optimizer.load_state_dict`` compares only the numbers of parameters. It would replace the current state with a
+    state of other shapes or types, and the next step would fail. For torch's optimizers except Adafactor and LBFGS, a
+    tensor must have the shape of its parameter, or one element. Only the part of the state with torch's keys is
+    checked, if there is one.
+    """
+    loaded = loading.torch_part(loaded)
+    if not loaded:
+        if loading.torch_part(optimizer.state_dict()):
+            raise ValueError("the checkpoint's state of the optimizer has no 'state' and 'param_groups'")
+        return
+    for number, (own, saved) in enumerate(zip(optimizer.param_groups, loaded["param_groups"], strict=True)):
+        if "lr" in own and "lr" not in saved:
+            raise ValueError(f"the checkpoint's parameter group {number} of the optimizer has no 'lr'")
+        for name, value in own.items():
+            if name != "params" and name in saved and not _can_replace(value, saved[name]):
+                raise ValueError(
+                    f"the optimizer's {name!r} must be like {value!r:.40} of this optimizer, got {saved[name]!r:.40} "
+                    "in the checkpoint"
+                )
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, _OTHER_SHAPES)
+    for place, entries in loaded["state"].items():
+        if not isinstance(place, int):
+            continue  # some optimizers have entries that belong to no parameter
+        if not 0 <= place < len(parameters):
+            raise ValueError(
+                f"the optimizer has {len(parameters)} parameters, but the checkpoint has a state of {place}"
+            )
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"the optimizer's state of parameter {place} must be a dictionary, got {entries!r:.40}")
+        for name, value in entries.items():
+            if problem := _problem(value, parameters[place], is_of_torch=is_of_torch):
+                raise ValueError(f"the optimizer's state {name!r:.40} of parameter {place} {problem} in the checkpoint")
+
+
+def _problem(value: Any, parameter: torch.Tensor, *, is_of_torch: bool) -> str:
+    """Return the reason why ``value`` cannot be part of a parameter's state, or an empty string."""
+    if not isinstance(value, torch.Tensor):
+        return f"must be a tensor or a number, got {value!r:.40}" if is_of_torch and isinstance(value, str) else ""
+    if value.is_meta and not parameter.is_meta:
+        return "has no values (device meta)"
+    if value.shape == parameter.shape:
+        is_number = value.is_floating_point() or value.is_complex() or value.numel() == 1
+        return f"must have floating-point numbers, got {value.dtype}" if is_of_torch and not is_number else ""
+    if is_of_torch and value.numel() != 1:
+        return f"must have the shape {tuple(parameter.shape)}, got {tuple(value.shape)}"
+    is_dense = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    if is_dense and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return f"has the shape {tuple(value.shape)}, but fewer values"
+    return ""
+
+
+def _can_replace(own: Any, saved: Any) -> bool:
+    """Return whether a saved option of an optimizer can replace the optimizer's current value ``own``."""
+    if own is None or saved is None or isinstance(own, bool):
+        return own is None or saved is None or isinstance(saved, bool)
+    if _is_number(own):
+        return _is_number(saved)
+    if isinstance(own, Sequence) and not isinstance(own, str):
+        if not isinstance(own, tuple):
+            return isinstance(saved, Sequence) and not isinstance(saved, str)
+        return isinstance(saved, (tuple, list)) and len(own) == len(saved) and all(map(_can_replace, own, saved))
+    return isinstance(saved, str) if isinstance(own, str) else True
+
+
+def _is_number(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
+    return is_tensor or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _part(tensor: Any) -> str:
+    """Describe which part of a tensor this rank has, for comparisons and errors."""
+    if not is_sharded(tensor):
+        return "whole"
+    mesh, placements = tensor.device_mesh, ", ".join(map(str, tensor.placements))
+    return f"the shard {mesh.get_coordinate()} of {tuple(mesh.shape)}, placed by {placements}"
+
+
+def moved_model(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a loaded state dict with its shards on the meshes of the tensors with the same names in ``own``."""
+    if not any(map(is_sharded, own.values())):
+        return loaded
+    state: Any = copy.copy(loaded)  # also copies the modules' version numbers, an attribute of the dict
+    state.update((name, _moved(loaded[name], tensor)) for name, tensor in own.items() if is_sharded(tensor))
+    return state  # type: ignore[no-any-return]
+
+
+def moved_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a loaded optimizer's state with its shards on the meshes of the parameters that they belong to."""
+    if not any(is_sharded(each) for group in optimizer.param_groups for each in group["params"]):
+        return state
+    return loading.with_values(optimizer, state, _moved)
+
+
+def _moved(loaded: Any, own: Any) -> Any:
+    """Return the loaded shard on the mesh of ``own``, or any other value unchanged.
+
+    A loaded DTensor belongs to the device mesh of the job that saved it, whose process groups do not exist here. Torch
+    cannot copy it into a DTensor of another mesh, even if both are the same shard.
+    """
+    if not is_sharded(loaded):
+        return loaded
+    return type(own).from_local(
+        local_part(loaded),
+        own.device_mesh,
+        loaded.placements,
+        run_check=False,
+        shape=loaded.shape,
+        stride=loaded.stride(),
+    )

@@ -64,10 +64,6 @@ class Moment(msgspec.Struct, frozen=True):
     rounds: tuple[int, ...] = ()
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
 
-    def with_count(self, count: int) -> Moment:
-        """Return this moment with another ``count``."""
-        return Moment(self.run, self.iteration, self.rounds, count)
-
     @property
     def order(self) -> tuple[int, int]:
         """The iteration and the count. They increase from save to save of one run."""
@@ -136,7 +132,7 @@ def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
         if not (folder / MANIFEST).is_file():
             logger.warning("%s is unfinished and is ignored", folder)
             unfinished_count += 1
-        elif _is_foreign(folder):
+        elif is_ours(folder) is False:
             logger.warning("%s is not a population checkpoint and is ignored", folder)
         else:
             return folder, _read_manifest(folder)
@@ -152,7 +148,7 @@ def find_last(path: Path, count: int) -> list[tuple[Path, dict[str, Any]]]:
     if (path / MANIFEST).is_file():
         return [find_newest(path)]
     folders = [path / name_of(number) for number in numbers(path)]
-    found = [folder for folder in folders if (folder / MANIFEST).is_file() and not _is_foreign(folder)][-count:]
+    found = [folder for folder in folders if (folder / MANIFEST).is_file() and is_ours(folder) is not False][-count:]
     return [(folder, _read_manifest(folder)) for folder in found] or [find_newest(path)]
 
 
@@ -168,20 +164,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def has_manifest(folder: Path) -> bool:
-    """Return whether a folder has the manifest of a population checkpoint, possibly an invalid one."""
+def is_ours(folder: Path) -> bool | None:
+    """Return whether a folder's manifest is of a population checkpoint. None if it is missing or damaged."""
     try:
         return _is_manifest(_parsed(folder))
     except (OSError, ValueError, RecursionError):
-        return False
-
-
-def _is_foreign(folder: Path) -> bool:
-    """Return whether another program has written the manifest in a folder. A damaged manifest may be our own."""
-    try:
-        return not _is_manifest(_parsed(folder))
-    except (OSError, ValueError, RecursionError):
-        return False
+        return None
 
 
 def _is_manifest(content: Any) -> bool:

@@ -21,6 +21,7 @@ this format does not support, and "tied" maps names to tensors that they share.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -36,7 +37,7 @@ from asyncdist.collectives.error_exchange import LocalResult, attempt
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
 from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, restarted_ranks
-from asyncdist.functional.checkpoints.checkpoint_files import FolderLock, ModelFormat
+from asyncdist.functional.checkpoints.checkpoint_files import ModelFormat
 from asyncdist.functional.checkpoints.checkpoint_state import HasState
 from asyncdist.functional.checkpoints.manifests import Moment
 from asyncdist.functional.collectives import resolve_group
@@ -120,10 +121,10 @@ async def save_population(
     rank no longer writes a file.
     """
     policy = checkpoint_state.without_wrapper(policy)
+    take_state = functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric)
     save = _Save(path, model, keep, format, group, world, policy)
-    if await save.arrive() == "nothing":
+    if await save.start(take_state) is None:
         return Path(path)
-    await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_abandon()
 
 
@@ -162,11 +163,10 @@ async def async_save_population(
     save.
     """
     policy = checkpoint_state.without_wrapper(policy)
+    take_state = functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric)
     save = _Save(path, model, keep, format, group, world, policy, in_thread=True)
-    if await save.arrive() == "nothing":
-        return PendingSave(Path(path), None)
-    name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
-    return PendingSave(Path(path) / name, save.joint)
+    name = await save.start(take_state)
+    return PendingSave(Path(path) / (name or ""), None if name is None else save.joint)
 
 
 class PendingSave:
@@ -226,34 +226,24 @@ class _Save:
         self._in_thread = in_thread
         self._arrival = LocalResult()
         self._state: dict[str, Any] = {}
-        self._lock: FolderLock | None = None
+        self._lock = contextlib.ExitStack()
         self._is_writing = False
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
-
-    async def arrive(self) -> _Role:
-        """Let the policy receive the data in transit, so that its state can be saved. Return how this rank saves.
-
-        An error is kept for :meth:`begin`, which reports it to the other ranks, unless this rank saves alone.
-        """
-        self._arrival = await attempt(self._settle_and_choose_role)
-        if self._arrival.error is not None and self._is_default_group and self._world.incarnation:
-            raise self._arrival.error
-        return self._role
-
-    async def _settle_and_choose_role(self) -> None:
-        settle = getattr(self._policy, "settle", None)
-        if settle is not None:
-            await settle()
-        await self._choose_role()
 
     async def _raise_error_of_arrival(self) -> None:
         if self._arrival.error is not None:
             raise self._arrival.error
 
-    async def _choose_role(self) -> _Role:
-        """Choose and return how this rank saves. If it saves nothing, log the reason as a warning."""
+    async def _settle_and_choose_role(self) -> None:
+        """Let the policy receive the data in transit, so that its state can be saved, and choose how this rank saves.
+
+        If it saves nothing, log the reason as a warning.
+        """
+        settle = getattr(self._policy, "settle", None)
+        if settle is not None:
+            await settle()
         if not self._is_default_group:
-            return self._role
+            return
         self._moment = restarted_ranks.moment_of(self._world, self._policy, Path(self._path))
         if self._world.incarnation:
             replica_size = checkpoint_state.replica_size_of(self._policy)
@@ -262,23 +252,22 @@ class _Save:
             text = "rank %d was restarted, and its state is not saved to %s, because %s; pass group= to save it"
             if reason:
                 logger.warning(text, self._world.rank, os.fspath(self._path), reason)
-        return self._role
 
     def _role_of_restarted(self, replica_size: int) -> tuple[_Role, str]:
         """Return the role of this restarted rank, and the reason if it saves nothing. May block on disk I/O."""
         place, moment = Path(self._path), self._moment
-        position = "ahead" if moment is None else restarted_ranks.position(place, moment)
+        checkpoint, is_late = (None, False) if moment is None else restarted_ranks.find(place, moment)
         if replica_size != 1:
             return "nothing", "its replica has several ranks"
-        if position == "ahead" and self._is_first_and_all_were_restarted():
+        if not is_late and self._is_first_and_all_were_restarted():
             return "alone", ""
         if moment is None:
             return "nothing", "without a policy, it is not known to which checkpoint of the other ranks it belongs"
-        if position == "late":
+        if is_late and checkpoint is None:
             text = "the other ranks have saved later, and have no checkpoint"
             return "nothing", f"{text} of policy.iteration {moment.iteration} with the same completed rounds"
         count = restarted_ranks.waiting_count(place, self._world.rank, moment)
-        if position == "ahead" and count >= restarted_ranks.WAITING_COUNT_MAX:
+        if not is_late and count >= restarted_ranks.WAITING_COUNT_MAX:
             return "nothing", f"{count} of its earlier states still wait for checkpoints of the other ranks"
         return "adds itself", ""
 
@@ -295,27 +284,33 @@ class _Save:
         living = [rank for rank in others if rank not in services.gone]
         return all(rank > services.rank and services.restarted.get(rank) for rank in living)
 
-    async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
+    async def start(self, take_state: Callable[[], dict[str, Any]]) -> str | None:
         """Take this rank's state, begin the save when all ranks have joined, and return the folder's name.
 
-        By default, only the ranks that were never lost save. A rank that is not yet notified of a loss begins in the
-        group of all ranks, gets RankLostError, and then joins the remaining ranks.
+        Return None if this rank saves nothing. By default, only the ranks that were never lost save. A rank that is not
+        yet notified of a loss begins in the group of all ranks, gets RankLostError, and then joins the remaining ranks.
         """
         world = self._world
+        self._arrival = await attempt(self._settle_and_choose_role)
+        error = self._arrival.error
+        if error is not None and self._is_default_group and world.incarnation:  # this rank saves alone
+            raise error
+        if self._role == "nothing":
+            return None
         if self._role != "member" or (self._is_default_group and world.peers.attendance.loss_count):
-            if self._arrival.error is not None:  # it is raised without waiting for the other survivors
-                if not isinstance(self._arrival.error, GeneratorExit):
-                    self._world.services.spawn_service(self._report_error_to_survivors(), name="save_population")
+            if error is not None:  # it is raised without waiting for the other survivors
+                if not isinstance(error, GeneratorExit):
+                    world.services.spawn_service(self._report_error_to_survivors(), name="save_population")
                     # Later starts of this rank must follow the start of the survivors' group.
                     await yield_to_loop()
-                raise self._arrival.error
+                raise error
             await self._move_to_survivors()
         while True:
             try:
                 return await self._begin_in_group(take_state)
             except RankLostError:
                 await self._free_survivors()
-                if self._arrival.error is not None or not self._survives_loss():
+                if error is not None or not self._survives_loss():
                     raise
                 await self._move_to_survivors()
             except BaseException:
@@ -338,7 +333,7 @@ class _Save:
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
 
     async def _report_error_to_survivors(self) -> None:
-        """Send the error of :meth:`arrive` to the other ranks that were never lost, if they call this function, too."""
+        """Send the error of this rank's arrival to the other ranks that were never lost, if they save, too."""
         fail = self._raise_error_of_arrival
         try:
             await self._move_to_survivors()
@@ -368,24 +363,19 @@ class _Save:
             if self._group.index or self._role == "adds itself":
                 return ""
             folder = checkpoint_files.new_folder(Path(self._path), is_simulated=self._world.is_simulated)
-            self._lock = FolderLock(folder)
+            self._lock.enter_context(checkpoint_files.locked(folder))
             return folder.name
 
         try:
             name: str = await self.joint.begin(prepare, self._work, arrive=self._raise_error_of_arrival)
         except BaseException:
             if not self._is_writing:  # If only the caller is cancelled, the save may still begin.
-                self._unlock()
+                self._lock.close()
             raise
         finally:
             if isinstance(self._policy, _Freezable):
                 self._policy.unfreeze_state()
         return name
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
     async def _work(self, own: Group, name: str) -> Path:
         folder, world = Path(self._path) / name, self._world
@@ -394,7 +384,8 @@ class _Save:
             if self._role == "adds itself":
                 return await self._add_itself(folder)
             entries = await gather_from_all_ranks(lambda: self._write(folder), group=own, world=world)
-            await compute_and_broadcast(lambda: self._finish(folder, entries or []), group=own, world=world)
+            finish = functools.partial(self._finish, folder, entries or [])
+            await compute_and_broadcast(lambda: self._do(finish), group=own, world=world)
         except asyncio.CancelledError:
             if self._in_thread:
                 logger.warning("rank %d: the save of %s was abandoned", world.rank, folder)
@@ -408,7 +399,7 @@ class _Save:
             raise
         finally:
             self._state = {}
-            self._unlock()
+            self._lock.close()
             await self._free_survivors()
         return folder
 
@@ -426,43 +417,33 @@ class _Save:
             logger.warning(text, folder, error.rank)
 
     async def _write(self, folder: Path) -> dict[str, Any]:
-        entry = self._take_entry()
+        entry = {**self._state.pop("entry"), "rank": self._world.rank}
         write = functools.partial(checkpoint_files.write_rank, folder, self._group.index, self._state, self._format)
-        return {**await self._do_checked(write), **entry}
+        files = await self._do(write)
+        self.joint.check()
+        return {**files, **entry}
 
     async def _add_itself(self, place: Path) -> Path:
         assert self._moment is not None, "it was known before the save began"
-        entry = self._take_entry()
+        entry = {**self._state.pop("entry"), "rank": self._world.rank}
         write = functools.partial(checkpoint_files.write_rank, index=0, state=self._state, format=self._format)
-        save = functools.partial(restarted_ranks.save, place, self._moment, entry, write)
-        return await self._do_checked(save) or place
+        checkpoint = await self._do(functools.partial(restarted_ranks.save, place, self._moment, entry, write))
+        self.joint.check()
+        return checkpoint or place
 
-    def _take_entry(self) -> dict[str, Any]:
-        return {**self._state.pop("entry"), "rank": self._world.rank}
+    def _finish(self, folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+        checkpoint_files.finish(folder, entries, self._keep, self._moment)
+        if self._moment is not None:
+            deletes_others = self._keep is not None and not checkpoint_files.is_simulated(folder)
+            restarted_ranks.collect_states(folder, self._moment, deletes_others=deletes_others)
 
-    async def _do_checked(self, work: Callable[[], T]) -> T:
-        """Call a function that reads the state and writes files. Raise CancelledError if the caller was cancelled."""
+    async def _do(self, work: Callable[[], T]) -> T:
+        """Call a function that reads the state and writes files, unless the caller was cancelled.
+
+        A later cancellation waits for the function, so that a checkpoint is complete on all ranks or on none.
+        """
         self.joint.check()
         if self._in_thread:
-            done = await self._world.do_file_work(work)
-        else:
-            with self.joint.delayed_cancellation():
-                done = await self._world.do_file_work(work, model=self._model)
-        self.joint.check()
-        return done
-
-    async def _finish(self, folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-        self.joint.check()
-        finish = functools.partial(_finish_files, folder, entries, self._keep, self._moment)
-        if self._in_thread:
-            await self._world.do_file_work(finish)
-        else:
-            with self.joint.delayed_cancellation():  # the checkpoint is complete on all ranks or on none
-                await self._world.do_file_work(finish, model=self._model)
-
-
-def _finish_files(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None, moment: Moment | None) -> None:
-    checkpoint_files.finish(folder, entries, keep, moment)
-    if moment is not None:
-        deletes_others = keep is not None and not checkpoint_files.is_simulated(folder)
-        restarted_ranks.collect_states(folder, moment, deletes_others=deletes_others)
+            return await self._world.do_file_work(work)
+        with self.joint.delayed_cancellation():
+            return await self._world.do_file_work(work, model=self._model)

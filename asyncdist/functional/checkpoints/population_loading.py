@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,17 +19,16 @@ from torch import nn
 
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RankLostError
-from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests, shards
+from asyncdist.functional.checkpoints import checkpoint_files, checkpoint_state, manifests
 from asyncdist.functional.checkpoints.checkpoint_state import Stateful
-from asyncdist.functional.checkpoints.random_states import set_random_states
 from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.joint_work import SURVIVORS_TIMEOUT_S, JointWork
 from asyncdist.functional.main_process import gather_from_all_ranks
-from asyncdist.functional.seeding import RestoredNumbers
+from asyncdist.functional.seeding import RestoredNumbers, set_random_states
 from asyncdist.runtime.world import World
 from asyncdist.tensors.compiled_names import state_for
+from asyncdist.tensors.model_cache import TrainedModels
 from asyncdist.tensors.optimizers.loading import load_exactly
-from asyncdist.tensors.trained_models import TrainedModels
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
@@ -105,9 +103,9 @@ async def load_population(
     survives = is_default_group and world.services.survives_loss
     loading: JointWork[LoadedPopulation]
 
-    async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
-        if not chosen[0]:
-            raise FileNotFoundError(chosen[1])
+    async def work(own: Group, chosen: Any) -> LoadedPopulation:
+        if isinstance(chosen, str):
+            raise FileNotFoundError(chosen)
         return await _load(world, own, loading, chosen, model, optimizer, policy, survives=survives)
 
     is_incomplete = survives and world.peers.attendance.loss_count > 0
@@ -118,7 +116,7 @@ async def load_population(
                 stack.push_async_callback(members.free)
             loading = JointWork(world, members, "load_population")
             try:
-                await loading.begin(functools.partial(_choice, Path(path), members), work)
+                await loading.begin(functools.partial(_choose, Path(path), members), work)
             except RankLostError:  # A rank was lost before all have begun. The others load without it.
                 if not survives:
                     raise
@@ -127,22 +125,31 @@ async def load_population(
             return await loading.result_or_abandon()
 
 
-async def _choice(path: Path, members: Group) -> tuple[str, str]:
-    """Return the result of :func:`_choose` on the first member, and two empty strings on the others.
+async def _choose(path: Path, members: Group) -> dict[str, Any] | str:
+    """Return the newest checkpoint, and the saved rank and its entry for each loading rank.
 
-    If there is no checkpoint, return an empty string and the error's text.
+    If there is no checkpoint, return the error's text. Only the first member's result is used.
     """
+    if members.index:
+        return ""
     try:
-        return _choose(path, members.size) if members.index == 0 else ("", "")
+        folder, manifest = manifests.find_newest(path)
     except FileNotFoundError as error:  # Every rank raises this error, so that all may start anew.
-        return "", str(error)
+        return str(error)
+    files, size = manifest["files"], members.size
+    if size > len(files):
+        text = "%s has the states of %d ranks, so %d of the %d ranks begin as copies of others"
+        logger.warning(text, folder, len(files), size - len(files), size)
+    plan = manifests.plan(files, size)
+    first = next(entry for entry in files if not entry.get("was_restarted"))
+    return {"folder": str(folder), "plan": plan, "files": [files[source] for source in plan], "first": first}
 
 
 async def _load(
     world: World,
     group: Group,
     loading: JointWork[LoadedPopulation],
-    chosen: tuple[str, str],
+    chosen: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     policy: Stateful | None,
@@ -154,10 +161,10 @@ async def _load(
     All members complete a step before the next one begins. If ``survives`` and a member is lost, the others do the
     remaining steps without waiting for each other, because some of them may already have finished.
     """
-    folder, facts = Path(chosen[0]), json.loads(chosen[1])
-    source, entry = facts["plan"][group.index], facts["files"][group.index]
-    is_copy = source in facts["plan"][: group.index]
-    sources = dict(zip(group.ranks, map(manifests.saved_rank, facts["files"], facts["plan"]), strict=True))
+    folder, plan, files, first = Path(chosen["folder"]), chosen["plan"], chosen["files"], chosen["first"]
+    source, entry = plan[group.index], files[group.index]
+    is_copy = source in plan[: group.index]
+    sources = dict(zip(group.ranks, map(manifests.saved_rank, files, plan), strict=True))
     loaded: dict[str, Any] = {}
 
     async def read() -> None:
@@ -166,10 +173,10 @@ async def _load(
             read_rank = functools.partial(checkpoint_files.read_rank, folder, entry)
             loaded.update(await world.do_file_work(read_rank))
             if entry.get("was_restarted"):
-                read_extra = functools.partial(checkpoint_files.read_extra, folder, facts["first"])
+                read_extra = functools.partial(checkpoint_files.read_extra, folder, first)
                 loaded["extra"] = await world.do_file_work(read_extra)
                 text = "rank %d had been restarted when it was saved to %s: load_population returns rank %d's extra"
-                logger.warning(text, sources[world.rank], folder, facts["first"].get("rank", 0))
+                logger.warning(text, sources[world.rank], folder, first.get("rank", 0))
         checkpoint_state.compare(model, optimizer, loaded)
         if optimizer is not None and group.index == 0 and loaded.get("optimizer_names") is None:
             logger.warning(
@@ -190,11 +197,11 @@ async def _load(
             policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], sources, is_copy=is_copy))
 
     def apply() -> None:
-        model.load_state_dict(shards.moved_model(model.state_dict(), state_for(model, loaded["model"])))
+        model.load_state_dict(checkpoint_state.moved_model(model.state_dict(), state_for(model, loaded["model"])))
         world.services.shared(TrainedModels).models.add(model)
         if optimizer is not None:
             state = checkpoint_state.arranged_optimizer(model, optimizer, loaded)
-            load_exactly(optimizer, shards.moved_optimizer(optimizer, state))
+            load_exactly(optimizer, checkpoint_state.moved_optimizer(optimizer, state))
 
     for step in (read, load_policy, apply):
         await _on_all_ranks(step, group, world, survives=survives)  # raises on all ranks if it raises on one
@@ -224,15 +231,3 @@ async def _on_all_ranks(
             raise
         if not is_done:
             await do()
-
-
-def _choose(path: Path, size: int) -> tuple[str, str]:
-    """Return the newest checkpoint's folder, and JSON with the saved rank and its entry for each loading rank."""
-    folder, manifest = manifests.find_newest(path)
-    plan, saved = manifests.plan(manifest["files"], size), len(manifest["files"])
-    if size > saved:
-        text = "%s has the states of %d ranks, so %d of the %d ranks begin as copies of others"
-        logger.warning(text, folder, saved, size - saved, size)
-    files = manifest["files"]
-    first = next(entry for entry in files if not entry.get("was_restarted"))
-    return str(folder), json.dumps({"plan": plan, "files": [files[source] for source in plan], "first": first})

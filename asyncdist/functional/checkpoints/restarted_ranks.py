@@ -22,7 +22,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -41,22 +40,10 @@ WAITING_COUNT_MAX: Final = 4
 _SEEN_COUNT_MAX: Final = 64
 _NAME: Final = re.compile(
     rf"(?P<stem>{manifests.RESTARTED}\d{{5,}})-(?P<run>(?P<job>[0-9a-f]{{8}})-[0-9a-f]+)-(?P<iteration>\d+)"
-    r"(_(?P<count>\d+))?(?P<is_unfinished>\.[0-9a-f]+\.part)?"
+    r"(_(?P<count>\d+))?(?P<unfinished>\.[0-9a-f]+\.part)?"
 )
 #: Errors of a move whose source or target is gone, or that another rank has already made.
 _MOOT_ERRNOS: Final = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
-
-
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    """A restarted rank's folder that is not in a checkpoint, with the parts of its name."""
-
-    path: Path
-    stem: str
-    run: str
-    job: str
-    order: tuple[int, int]  # iteration, and number of earlier saves at this iteration
-    is_unfinished: bool
 
 
 class SaveCounts:
@@ -69,8 +56,8 @@ class SaveCounts:
         """Return the moment with the number of earlier saves to ``path`` at this moment."""
         key = os.path.abspath(path)
         last = self._last.get(key)
-        if last is not None and last.with_count(0) == moment:
-            moment = moment.with_count(last.count + 1)
+        if last is not None and msgspec.structs.replace(last, count=0) == moment:
+            moment = msgspec.structs.replace(moment, count=last.count + 1)
         self._last[key] = moment
         return moment
 
@@ -92,20 +79,14 @@ def moment_of(world: World, policy: Any, path: Path) -> Moment | None:
     return world.services.shared(SaveCounts).counted(path, moment)
 
 
-def position(place: Path, moment: Moment) -> Literal["ahead", "at a checkpoint", "late"]:
-    """Return where a moment lies: after the run's newest checkpoint, at a checkpoint, or between older checkpoints."""
-    checkpoint, is_late = _find(place, moment)
-    return "at a checkpoint" if checkpoint is not None else "late" if is_late else "ahead"
-
-
 def waiting_count(place: Path, rank: int, moment: Moment) -> int:
     """Return the number of the rank's states that wait for a checkpoint, after the others were moved or deleted."""
     count = 0
-    for folder in _folders(place):
-        if folder.stem == _stem(rank) and folder.job == moment.run.partition("-")[0] and not folder.is_unfinished:
+    for path, name in _folders(place):
+        if name["stem"] == _stem(rank) and name["job"] == moment.run.partition("-")[0] and not name["unfinished"]:
             # All checkpoints of an earlier policy of the job are written.
-            if folder.run != moment.run or _move_to_its_checkpoint(folder.path, place) != "it waits":
-                shutil.rmtree(folder.path, ignore_errors=True)
+            if name["run"] != moment.run or _move_to_its_checkpoint(path, place) != "it waits":
+                shutil.rmtree(path, ignore_errors=True)
             else:
                 count += 1
     return count
@@ -124,32 +105,30 @@ def save(
     count = f"_{moment.count}" if moment.count else ""
     whole = place / f"{_stem(entry['rank'])}-{moment.run}-{moment.iteration}{count}"
     # Delete the leftovers of an earlier process of this rank.
-    for old in _folders(place):
-        is_same = old.stem == _stem(entry["rank"]) and old.run == moment.run
-        if is_same and (old.is_unfinished or old.path == whole):
-            shutil.rmtree(old.path, ignore_errors=True)
+    for path, name in _folders(place):
+        is_same = name["stem"] == _stem(entry["rank"]) and name["run"] == moment.run
+        if is_same and (name["unfinished"] or path == whole):
+            shutil.rmtree(path, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
     folder = whole.with_name(f"{whole.name}.{secrets.token_hex(4)}.part")
     folder.mkdir()
-    lock = checkpoint_files.FolderLock(folder)
-    try:
-        files = write(folder)
-        checkpoint_files.write_text(folder / manifests.ENTRY, manifests.restarted_text({**files, **entry}, moment))
-        checkpoint, _ = _find(place, moment)
-        if checkpoint is not None and _move(folder, checkpoint):
-            return checkpoint
-        folder.rename(whole)
-        # The checkpoint may have been completed before the folder was renamed.
-        found = _move_to_its_checkpoint(whole, place)
-        if found == "too late":
-            logger.warning("%s is not saved: the other ranks have saved later, but not at this iteration", whole)
-            shutil.rmtree(whole, ignore_errors=True)
-        return found if isinstance(found, Path) else None
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        lock.release()
+    with checkpoint_files.locked(folder):
+        try:
+            files = write(folder)
+            checkpoint_files.write_text(folder / manifests.ENTRY, manifests.restarted_text({**files, **entry}, moment))
+            checkpoint, _ = find(place, moment)
+            if checkpoint is not None and _move(folder, checkpoint):
+                return checkpoint
+            folder.rename(whole)
+            # The checkpoint may have been completed before the folder was renamed.
+            found = _move_to_its_checkpoint(whole, place)
+            if found == "too late":
+                logger.warning("%s is not saved: the other ranks have saved later, but not at this iteration", whole)
+                shutil.rmtree(whole, ignore_errors=True)
+            return found if isinstance(found, Path) else None
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def collect_states(checkpoint: Path, moment: Moment, *, deletes_others: bool) -> None:
@@ -158,25 +137,21 @@ def collect_states(checkpoint: Path, moment: Moment, *, deletes_others: bool) ->
     If ``deletes_others``, states of other jobs are also deleted, unless they are being written.
     """
     place = checkpoint.parent
-    for folder in _folders(place):
-        if folder.run == moment.run and not folder.is_unfinished and folder.order <= moment.order:
-            is_useless = not isinstance(_move_to_its_checkpoint(folder.path, place), Path)
+    for path, name in _folders(place):
+        order = int(name["iteration"]), int(name["count"] or 0)
+        if name["run"] == moment.run and not name["unfinished"] and order <= moment.order:
+            is_useless = not isinstance(_move_to_its_checkpoint(path, place), Path)
         else:
-            is_foreign = folder.job != moment.run.partition("-")[0]
-            is_useless = deletes_others and is_foreign and not checkpoint_files.is_locked(folder.path)
+            is_foreign = name["job"] != moment.run.partition("-")[0]
+            is_useless = deletes_others and is_foreign and not checkpoint_files.is_locked(path)
         if is_useless:
-            shutil.rmtree(folder.path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _folders(place: Path) -> list[_Folder]:
-    found = []
-    for path in place.glob(f"{manifests.RESTARTED}*"):
-        match = _NAME.fullmatch(path.name)
-        if match is not None and not path.is_symlink():
-            order = int(match["iteration"]), int(match["count"] or 0)
-            is_unfinished = match["is_unfinished"] is not None
-            found.append(_Folder(path, match["stem"], match["run"], match["job"], order, is_unfinished))
-    return found
+def _folders(place: Path) -> list[tuple[Path, re.Match[str]]]:
+    """Return the folders of restarted ranks that are not in a checkpoint, with the parts of their names."""
+    paths = [path for path in place.glob(f"{manifests.RESTARTED}*") if not path.is_symlink()]
+    return [(path, name) for path in paths if (name := _NAME.fullmatch(path.name)) is not None]
 
 
 def _move_to_its_checkpoint(folder: Path, place: Path) -> Path | Literal["it waits", "too late", "it is gone"]:
@@ -188,13 +163,13 @@ def _move_to_its_checkpoint(folder: Path, place: Path) -> Path | Literal["it wai
         moment = manifests.read_restarted(folder).moment
     except (OSError, ValueError):
         return "it is gone"
-    checkpoint, is_late = _find(place, moment)
+    checkpoint, is_late = find(place, moment)
     if checkpoint is None:
         return "too late" if is_late else "it waits"
     return checkpoint if _move(folder, checkpoint) else "it is gone"
 
 
-def _find(place: Path, moment: Moment) -> tuple[Path | None, bool]:
+def find(place: Path, moment: Moment) -> tuple[Path | None, bool]:
     """Return the checkpoint of a moment, if any, and whether the run has one of this or a later iteration."""
     is_late = False
     for folder, other in _checkpoints(place, moment.run):

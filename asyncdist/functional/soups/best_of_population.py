@@ -26,11 +26,13 @@ from asyncdist.errors import DisagreementError, LocalProtocolError
 from asyncdist.functional.collectives import resolve_group
 from asyncdist.functional.joint_work import SURVIVORS_TIMEOUT_S, JointWork
 from asyncdist.functional.main_process import reduce_and_broadcast
-from asyncdist.functional.soups.choosing import SOUP_KINDS, GreedyChoice, Soup, given_metric
-from asyncdist.functional.soups.trial import (
+from asyncdist.functional.soups.choosing import (
+    SOUP_KINDS,
+    GreedyChoice,
+    Soup,
     check_loader,
+    given_metric,
     has_nan,
-    has_statistics,
     measure_async,
     recompute_statistics,
     statistics_of,
@@ -93,7 +95,6 @@ async def best_of_population(
 
     If the call raises an error, the model keeps its own weights. **Cancellation**: the others get RemoteError.
     """
-    search = _Search(model, loss, score, soups, loader)
     is_default_group = group is None
     world, group = resolve_group(world, group)
     if is_default_group:
@@ -105,7 +106,9 @@ async def best_of_population(
         if world.peers.attendance.loss_count:
             group = await world.peers.groups.surviving_group(world.group, SURVIVORS_TIMEOUT_S)
     try:
-        return await search.run(world, group)
+        search = _Search(world, group, model, (loss, score), soups, loader)
+        await search.joint.begin(search.prepare, search.work)
+        return await search.joint.result_or_abandon()
     finally:
         if is_default_group and group is not world.group:
             await group.free()
@@ -114,37 +117,24 @@ async def best_of_population(
 class _Search:
     def __init__(
         self,
+        world: World,
+        group: Group,
         model: nn.Module,
-        loss: Callable[[nn.Module], Any] | None,
-        score: Callable[[nn.Module], Any] | None,
+        given: tuple[Callable[[nn.Module], Any] | None, Callable[[nn.Module], Any] | None],
         soups: Sequence[str],
         loader: Iterable[Any] | None,
     ) -> None:
+        self.joint: JointWork[Soup] = JointWork(world, group, "best_of_population")
+        self._world = world
         self._model = model
-        self._given = loss, score
+        self._given = given
         self._soups = soups
         self._loader = loader
         self._staging: dict[torch.dtype, torch.Tensor] = {}
         self._count = 0  # number of models in the mean
         self._has_warned = False
 
-    async def run(self, world: World, group: Group) -> Soup:
-        """Choose the best model or mean, together with the other members, and return the choice."""
-        self._world = world
-        joint: JointWork[Soup] = JointWork(world, group, "best_of_population")
-        self._check = joint.check
-
-        async def prepare() -> tuple[str, str]:
-            return self._prepare()
-
-        async def work(own: Group, description: tuple[str, str]) -> Soup:
-            with joint.delayed_cancellation():
-                return await self._work(own, description)
-
-        await joint.begin(prepare, work)
-        return await joint.result_or_abandon()
-
-    def _prepare(self) -> tuple[str, str]:
+    async def prepare(self) -> tuple[str, str]:
         """Check the arguments. Return the layout and the options, both of which must be equal on all ranks."""
         self._name, self._function, self._direction = given_metric(*self._given)
         soups: Any = self._soups
@@ -153,13 +143,13 @@ class _Search:
             validation.refuse("soups", self._soups, f"a sequence of {' and '.join(map(repr, SOUP_KINDS))}")
         check_loader(self._loader)
         self._state = FlatState(self._model)
-        self._has_loader = self._loader is not None and has_statistics(self._model)
+        self._has_loader = self._loader is not None and bool(statistics_of(self._model))
         options = {self._name: "", "soups": sorted(self._soups), "loader": self._has_loader}
         self._description = self._state.fingerprint.to_text(), json.dumps(options)
         return self._description
 
     def _compare(self, description: tuple[str, str], first: int) -> float:
-        self._check()
+        self.joint.check()
         layout, options = description
         if layout != self._description[0]:
             difference = first_difference(self._state.fingerprint, Fingerprint.from_text(layout))
@@ -176,16 +166,18 @@ class _Search:
             )
         return 0.0
 
-    async def _work(self, group: Group, description: tuple[str, str]) -> Soup:
-        self._group = group
-        await self._gather(functools.partial(self._compare, description, group.ranks[0]))
-        self._own = self._state.new_buffers()
-        self._state.snapshot(self._own)
-        try:
-            return await self._choose()
-        except BaseException:
-            self._state.load(self._own)
-            raise
+    async def work(self, group: Group, description: tuple[str, str]) -> Soup:
+        """Choose the best model or mean, together with the other members, and return the choice."""
+        with self.joint.delayed_cancellation():
+            self._group = group
+            await self._gather(functools.partial(self._compare, description, group.ranks[0]))
+            self._own = self._state.new_buffers()
+            self._state.snapshot(self._own)
+            try:
+                return await self._choose()
+            except BaseException:
+                self._state.load(self._own)
+                raise
 
     async def _choose(self) -> Soup:
         values = await self._gather(self._own_metric)
@@ -222,11 +214,11 @@ class _Search:
         return await reduce_and_broadcast(fn, list, group=self._group, world=self._world)
 
     async def _own_metric(self) -> float:
-        self._check()
+        self.joint.check()
         if has_nan(self._own.averaged().values()):
             return math.nan
         metric = await measure_async(self._model, self._name, self._function)
-        self._check()
+        self.joint.check()
         return metric
 
     async def _trial(self, greedy: GreedyChoice) -> float:
@@ -236,10 +228,10 @@ class _Search:
         """
 
         async def measure() -> float:
-            self._check()
+            self.joint.check()
             recompute_statistics(self._model, self._loader)
             metric = await measure_async(self._model, self._name, self._function)
-            self._check()
+            self.joint.check()
             return metric
 
         values = await self._gather(measure)
@@ -330,7 +322,7 @@ class _Search:
         """Recompute the BatchNorm statistics of the chosen soup, and use the best member's statistics on all ranks."""
 
         def recompute() -> float:
-            self._check()
+            self.joint.check()
             recompute_statistics(self._model, self._loader)
             return 0.0
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncdist import validation
-from asyncdist.tensors.codecs.blocks import BlockCodec
+from asyncdist.tensors.codecs.codec import BlockCodec
 
 #: Maximum number of values per block. The index of a value in its block is sent as 16 bits.
 _BLOCK_MAX: Final = 1 << 16

@@ -2,13 +2,19 @@
 
 torch numbers the parameters in a state in the order in which an optimizer lists them. Ranks may list them in different
 orders, so the model's names of the parameters are sent with the state.
+
+Some optimizers store a part of their state in the parameter groups, such as step counts (schedule-free optimizers, and
+those of pytorch_optimizer) or an estimated learning rate (Prodigy). ``defaults`` does not tell this state from
+settings, because such optimizers put its initial values there, too. Settings are arguments of a constructor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,12 +22,16 @@ from torch import Tensor, nn
 
 from asyncdist.tensors.compiled_names import plain_name
 from asyncdist.tensors.model_tensors import is_sharded, local_part
-from asyncdist.tensors.optimizers.wrapped import class_name, wrapped_optimizers
+from asyncdist.tensors.optimizers.wrapped import class_name, unwrapped, wrapped_optimizers
 
 logger = logging.getLogger("asyncdist.tensors.optimizers.loading")
 
 #: Key that marks this rank's shard of a DTensor in a state.
 _SHARD: Final = "asyncdist shard"
+#: Settings, even of optimizers whose constructors do not name them.
+_SETTINGS: Final = frozenset(("params", "param_names", "lr", "betas", "momentum", "eps", "weight_decay", "train_mode"))
+#: Entries that torch's learning rate schedulers write.
+_SCHEDULED: Final = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
 _ALLOWED: Final = "the optimizer must have the same parameters in its groups as the optimizer whose state it loads"
 
 
@@ -264,3 +274,45 @@ def _restore_dtypes(optimizer: Any, state: Mapping[Any, Any], *, must_match: boo
 def _is_conversion(now: Tensor, value: Tensor) -> bool:
     own, other = local_part(now), local_part(value)
     return torch.equal(own, other.to(own))
+
+
+def setting_names(optimizer: Any) -> frozenset[str]:
+    """Return the names of entries of parameter groups that are settings, of an optimizer and those that it wraps."""
+    found = {*_SETTINGS, *_SCHEDULED}
+    for each in wrapped_optimizers(unwrapped(optimizer)):
+        kind: Any = type(each)
+        found |= _arguments_of(kind)
+    return frozenset(found)
+
+
+@functools.cache
+def _arguments_of(kind: Any) -> frozenset[str]:
+    """Return the names of the arguments of a class's constructor, and of those of its base classes."""
+    found = set[str]()
+    for constructor in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
+        with contextlib.suppress(TypeError, ValueError):  # a compiled constructor may have no signature
+            found.update(inspect.signature(constructor).parameters)
+    return frozenset(found)
+
+
+def load_group_state(optimizer: Any, groups: Iterable[Mapping[str, Any]], settings: Collection[str] = ()) -> None:
+    """Copy another optimizer's state into the parameter groups, in place where it is a tensor. Settings are kept.
+
+    Args:
+        groups: Parameter groups in the state of an optimizer of the same class.
+        settings: Names of further entries to keep.
+    """
+    kept = setting_names(optimizer).union(settings)
+    for own, theirs in zip(optimizer.param_groups, groups, strict=True):
+        for name in theirs.keys() - kept:
+            _put(own, name, theirs[name])
+
+
+def _put(group: dict[str, Any], name: str, new: Any) -> None:
+    old = group.get(name)
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+        old.copy_(new)  # a CUDA graph may read its memory
+    elif isinstance(new, Tensor):
+        group[name] = new.to((old if isinstance(old, Tensor) else group["params"][0]).device)
+    else:
+        group[name] = new

@@ -93,19 +93,15 @@ def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """A floating-point tensor that an optimizer stores for a parameter, viewed in the parameter's shape."""
+    """A floating-point tensor that an optimizer stores for a parameter, viewed in the parameter's shape.
+
+    Attributes:
+        kind: How a copy of the weights must be updated when the parameter is replaced. None if it is not a copy.
+    """
 
     parameter: Tensor
     tensor: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """A tensor in an optimizer that must be updated, according to ``kind``, when its parameter is replaced."""
-
-    parameter: Tensor
-    tensor: Tensor
-    kind: Kind
+    kind: Kind | None = None
 
 
 def kind_of(key: str, stored: Sequence[StoredTensor]) -> Kind | None:
@@ -126,9 +122,10 @@ def follows_unknown(key: str, stored: Sequence[StoredTensor]) -> bool:
 
 def _is_mirror(stored: Sequence[StoredTensor]) -> bool:
     """Return whether all tensors equal their parameters, and at least one parameter is not constant."""
-    return all(_are_equal(each.tensor, local_part(each.parameter)) for each in stored) and any(
-        _varies(local_part(each.parameter)) for each in stored
-    )
+    if not all(_are_equal(each.tensor, local_part(each.parameter)) for each in stored):
+        return False
+    values = (local_part(each.parameter).detach().reshape(-1) for each in stored)
+    return any(bool((each != each[0]).any()) for each in values if each.numel())
 
 
 def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
@@ -136,11 +133,6 @@ def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
     if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # eight values suffice to rule out nearly all tensors
         return False
     return torch.equal(tensor.to(parameter), parameter.detach())
-
-
-def _varies(parameter: Tensor) -> bool:
-    values = parameter.detach().reshape(-1)
-    return values.numel() >= 2 and bool((values != values[0]).any())
 
 
 def _tracks(stored: Sequence[StoredTensor]) -> bool:
@@ -228,7 +220,7 @@ def _is_floating(tensor: Tensor) -> bool:
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def not_contained(copies: Sequence[Copy], optimizer: Any) -> list[Copy]:
+def not_contained(copies: Sequence[StoredTensor], optimizer: Any) -> list[StoredTensor]:
     """Return the copies whose tensors the ``state_dict`` of an optimizer does not contain.
 
     If it shares no memory with the optimizer's state, it has copied its tensors, and their values are compared.

@@ -6,12 +6,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, optim
 
-from asyncdist.tensors.optimizers.group_state import reset_group_state
+from asyncdist.tensors.optimizers.loading import setting_names
 from asyncdist.tensors.optimizers.recognition import SLOW
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 #: torch's optimizers with the option ``capturable`` whose first step begins with a state of zeros.
 _FROM_ZEROS: Final = (optim.Adadelta, optim.Adam, optim.AdamW, optim.Adamax, optim.RAdam, optim.RMSprop)
+#: Estimates of the learning rate by Prodigy and D-Adaptation.
+_ESTIMATES: Final = frozenset(("d", "d_max"))
+_STEP_COUNTS: Final = frozenset(("step", "k"))
 
 
 def reset_optimizer_state(optimizer: Any) -> None:
@@ -26,7 +29,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
             continue
         if isinstance(each, torch.optim.Adagrad):
             _reset_adagrad(each)
-        elif states and _has_slow_weights(each):
+        elif states and any(isinstance(state, Mapping) and SLOW.intersection(state) for state in each.state.values()):
             for state in each.state.values():
                 for key, value in state.items():
                     if key not in SLOW and isinstance(value, Tensor):
@@ -40,7 +43,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
                 else:
                     _reset_entry(each.state, parameter)
             _reset_step_count(each.state)
-            reset_group_state(each)
+            _reset_group_state(each)
         states.append(each.state)
 
 
@@ -68,10 +71,6 @@ def _reset_step_count(states: Any) -> None:
         states["k"] = 0
 
 
-def _has_slow_weights(optimizer: Any) -> bool:
-    return any(isinstance(state, Mapping) and SLOW.intersection(state) for state in optimizer.state.values())
-
-
 @torch.inference_mode(False)  # the state is used after the caller's inference mode has ended
 def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
     """Restore the state that the constructor created. Up to torch 2.12, Adagrad's step needs it."""
@@ -81,3 +80,23 @@ def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
             state = optimizer.state[parameter]
             state["step"] = torch.zeros_like(state["step"])
             state["sum"] = torch.full_like(state["sum"], complex(start, start) if parameter.is_complex() else start)
+
+
+def _reset_group_state(optimizer: Any) -> None:
+    """Reset the state in an optimizer's parameter groups, in place where it is a tensor that ``defaults`` has.
+
+    Settings, the user's own entries that are not tensors, and finite estimates of the learning rate are kept.
+    """
+    defaults, kept = getattr(optimizer, "defaults", {}), setting_names(optimizer)
+    for group in optimizer.param_groups:
+        for name in group.keys() - kept:
+            value, first = group[name], defaults.get(name)
+            if name in _ESTIMATES and torch.isfinite(torch.as_tensor(value, device="cpu")).all():
+                continue
+            if isinstance(first, int | float):
+                if isinstance(value, Tensor):
+                    value.fill_(first)
+                else:
+                    group[name] = first
+            elif name not in defaults and (isinstance(value, Tensor) or name in _STEP_COUNTS):
+                del group[name]  # the next step creates it

@@ -20,8 +20,9 @@ Any other tensor that follows the weights is logged once and left unchanged.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -29,14 +30,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncdist.tensors.model_tensors import local_part
-from asyncdist.tensors.optimizers.recognition import Copy, follows_unknown, kind_of, not_contained, stored_tensors
-from asyncdist.tensors.optimizers.undoing import PROOF, Replaced
+from asyncdist.tensors.optimizers import recognition
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 #: Prefix of an averaged state's name, before the name of its parameter.
 STATE_PREFIX: Final = "optimizer's z of "
 #: Options of parameter groups that, with the states z and n, identify an optimizer that follows the regularized leader.
 _OF_FTRL: Final = ("lr", "beta", "lambda_1", "lambda_2", "lr_power")
+#: Log-likelihood ratio from which an optimizer is considered to undo averages.
+_PROOF: Final = 20.0
+#: Projection of the first step on the change above which the optimizer has obviously kept the average.
+_KEPT: Final = -0.25
+#: Minimum ratio of the change to the weights. A smaller change may be a rounding error.
+_ROUNDING: Final = 1e-5
 
 logger = logging.getLogger("asyncdist.optimizers")
 
@@ -46,7 +52,7 @@ class AveragedStates:
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         """Find the parameters for which the optimizer will create a state at its first step."""
-        source = _schedule_free_of(optimizer)
+        source: Any = next(filter(_is_schedule_free, wrapped_optimizers(optimizer)), None)
         named: list[tuple[str, Tensor]] = []
         if source is not None:
             own = {id(each) for group in source.param_groups for each in group["params"]}
@@ -75,6 +81,72 @@ class AveragedStates:
         self.parameters, self._source = other.parameters, other._source
 
 
+class _Replaced:
+    """Samples the weights around a replacement by an average, to detect whether the optimizer undoes the average.
+
+    It may keep a copy of the weights that no search finds. A sample is taken before and after the replacement, and
+    after each of the optimizer's next two steps.
+
+    If the optimizer keeps an average, its next step begins at the average. If it undoes the average, its next step
+    begins at the old weights, so the weights first go back by the whole change. The two steps differ by exactly this
+    change, even if a step is longer than the change. A test therefore projects the steps on the change. The second step
+    shows how far an ordinary step leads in this direction.
+
+    A first step that leads nearly exactly to the old weights is ambiguous, because they may be the minimum of the
+    rank's own loss. An example is a quadratic loss with LBFGS, or with SGD at a suitable learning rate. torch's own
+    optimizers, which hide no weights, are therefore not tested.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._old = self._sample()
+        self._new = self._old
+        self._next: Tensor | None = None  # weights after the first step, if it may have undone the average
+
+    def note_new(self) -> None:
+        """Sample the weights after they were replaced by the average."""
+        self._new = self._sample()
+
+    def have_changed_since(self) -> bool:
+        """Return whether the weights have changed since they were replaced (:meth:`note_new`)."""
+        return not torch.equal(self._sample(), self._new)
+
+    def evidence(self) -> float | None:
+        """Return how strongly the steps since :meth:`note_new` suggest that the optimizer undoes averages.
+
+        Must be called after each step until the result is a number.
+
+        Returns:
+            Log-likelihood ratio, negative if the average was kept, or None if another step is necessary.
+        """
+        now = self._sample()
+        change = self._new - self._old
+        seen = change != 0.0
+        change = change[seen]
+        length = float(change.norm())
+        if int(seen.sum()) < recognition.PROOF_COUNT or not length > _ROUNDING * float(self._new[seen].norm()):
+            return 0.0
+        first = (now if self._next is None else self._next)[seen] - self._new[seen]
+        projection = float(first @ change) / length**2
+        if self._next is None:
+            if not projection < _KEPT:  # true also if the weights are not finite
+                return -_PROOF
+            self._next = now
+            return None
+        second = (now - self._next)[seen]
+        step = max(float(second.norm()), float((first - projection * change).norm()))
+        if not second.any():  # gradients are being accumulated
+            return None
+        excess = projection - float(second @ change) / length**2
+        # The excess is the first step's movement along the average's change, less an ordinary step's, in units of the
+        # change. It is -1 if the optimizer has undone the average, and 0 if not, plus normal noise of an ordinary step.
+        ratio = (0.5 - abs(excess + 1.0)) * length**2 / (2.0 * step**2)
+        return max(-_PROOF, min(_PROOF, ratio)) if ratio == ratio else 0.0
+
+    def _sample(self) -> Tensor:
+        return recognition.sample_of([local_part(each) for each in self._parameters])
+
+
 class OptimizerWeights:
     """Updates the weights inside an optimizer when the model's weights are replaced.
 
@@ -93,7 +165,7 @@ class OptimizerWeights:
         self._states = states
         self._is_reset = is_reset
         self._reported: set[str] = set()
-        self._replaced: Replaced | None = None
+        self._replaced: _Replaced | None = None
         self._evidence = 0.0  # evidence that the optimizer undoes averages
         self._has_looked = False
         self._has_stepped = False
@@ -132,12 +204,8 @@ class OptimizerWeights:
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
         """Switch to a different model of the same layout, and its optimizer."""
-        is_watched = bool(self._hooks)
-        self.end()
         self._model, self._replaced, self.is_watching = model, None, False
         self.change(optimizer)
-        if is_watched:
-            self.begin()
 
     @contextlib.contextmanager
     def following(self, *, has_new_state: bool = False) -> Iterator[None]:
@@ -151,7 +219,7 @@ class OptimizerWeights:
         self._warn_of_another()
         copies = self._copies()
         if has_new_state:
-            copies = not_contained(copies, self.optimizer)
+            copies = recognition.not_contained(copies, self.optimizer)
         before = {
             id(copy.parameter): local_part(copy.parameter).detach().clone() for copy in copies if copy.kind == "origin"
         }
@@ -181,7 +249,7 @@ class OptimizerWeights:
         if found is None:
             return
         self._evidence = max(0.0, self._evidence + found)
-        if self._evidence >= PROOF:
+        if self._evidence >= _PROOF:
             self._report(
                 "undone",
                 "the steps of %s after averages restored the old weights: it keeps a copy of the weights that was not "
@@ -189,19 +257,19 @@ class OptimizerWeights:
                 type(self.optimizer).__name__,
             )
 
-    def _sampled(self) -> Replaced:
-        return Replaced([each for each in self._model.parameters() if each.requires_grad])
+    def _sampled(self) -> _Replaced:
+        return _Replaced([each for each in self._model.parameters() if each.requires_grad])
 
-    def _copies(self) -> list[Copy]:
+    def _copies(self) -> list[recognition.StoredTensor]:
         """Return the copies of the weights to update. Warn of other tensors that seem to follow the weights."""
         copies = []
-        for label, key, stored in stored_tensors(self.optimizer, self._model):
+        for label, key, stored in recognition.stored_tensors(self.optimizer, self._model):
             if key == "z" and self._states.names:
                 continue
-            kind = kind_of(key, stored)
+            kind = recognition.kind_of(key, stored)
             if kind is not None:
-                copies += [Copy(each.parameter, each.tensor, kind) for each in stored]
-            elif not self._is_reset and follows_unknown(key, stored):
+                copies += [dataclasses.replace(each, kind=kind) for each in stored]
+            elif not self._is_reset and recognition.follows_unknown(key, stored):
                 self._report(
                     label,
                     "%s follows the weights but was not recognised: averages do not update it, and it may distort or "
@@ -220,8 +288,8 @@ class OptimizerWeights:
 
     def _warn_of_another(self) -> None:
         """Warn once if the weights have changed without a step of this optimizer."""
-        is_still = not self._hooks or self._has_stepped or self._replaced is None
-        if not is_still and self._replaced is not None and self._replaced.have_changed_since():
+        replaced = self._replaced if self._hooks and not self._has_stepped else None
+        if replaced is not None and replaced.have_changed_since():
             self._report(
                 "another",
                 "the %s that this policy resets has made no step since the last average, but the weights have changed: "
@@ -236,7 +304,7 @@ class OptimizerWeights:
             logger.warning(text, *values)
 
 
-def _follow(copy: Copy, before: Tensor | None) -> None:
+def _follow(copy: recognition.StoredTensor, before: Tensor | None) -> None:
     """Update a copy after its parameter was replaced. ``before`` is the parameter's old value."""
     tensor, new = copy.tensor, local_part(copy.parameter).detach()
     if copy.kind == "origin":
@@ -256,26 +324,22 @@ def _follow_leader(optimizer: Any) -> None:
     """Update the z of FTRL, from which each step computes the weights, so that z gives the current weights."""
     for each in wrapped_optimizers(optimizer):
         for group in each.param_groups:
-            if all(name in group for name in _OF_FTRL):
-                for parameter in group["params"]:
-                    state = each.state.get(parameter, {})
-                    if "z" in state and "n" in state:
-                        _set_leader(group, local_part(parameter), local_part(state["z"]), local_part(state["n"]))
-
-
-def _set_leader(group: dict[str, Any], weights: Tensor, z: Tensor, n: Tensor) -> None:
-    limit = group["lambda_1"]
-    scale = (n.sqrt() + group["beta"]) / group["lr"] + group["lambda_2"]
-    z.copy_(torch.where(weights == 0, z.clamp(-limit, limit), -weights * scale - weights.sign() * limit))
+            if not all(name in group for name in _OF_FTRL):
+                continue
+            limit = group["lambda_1"]
+            for parameter in group["params"]:
+                state = each.state.get(parameter, {})
+                if "z" in state and "n" in state:
+                    weights, z, n = map(local_part, (parameter, state["z"], state["n"]))
+                    scale = (n.sqrt() + group["beta"]) / group["lr"] + group["lambda_2"]
+                    z.copy_(
+                        torch.where(weights == 0, z.clamp(-limit, limit), -weights * scale - weights.sign() * limit)
+                    )
 
 
 def _is_of_torch(optimizer: Any) -> bool:
     """Return whether an optimizer and all that it wraps are torch's own. torch's own hide no weights."""
     return all(type(each).__module__.startswith("torch.optim.") for each in wrapped_optimizers(optimizer))
-
-
-def _schedule_free_of(optimizer: Any) -> Any:
-    return next((each for each in wrapped_optimizers(optimizer) if _is_schedule_free(each)), None)
 
 
 def _is_schedule_free(optimizer: Any) -> bool:
