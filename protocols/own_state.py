@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncdist.functional.checkpoints.random_states import random_states, set_random_states
+from asyncdist.functional.seeding import random_states, set_random_states
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.options import AveragingOptions, ModelBuilder
 from asyncdist.protocols.step_info import AverageApplied, StepInfo, UserEvents
