@@ -45,7 +45,9 @@ class RestoredNumbers:
 
 
 def _hash_of_states() -> int:
-    return hash((random.getstate(), numpy_text(), torch.get_rng_state().numpy().tobytes()))
+    return hash(
+        (random.getstate(), _as_json(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes())
+    )
 
 
 def seed_all(seed: int, *, world: World | None = None) -> int:
@@ -89,7 +91,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     """Restore the saved random states."""
     random.setstate(states["python"])
     state = _as_numpy_state(states["numpy"])
-    saved, own = state["bit_generator"], _whole_numpy_state()["bit_generator"]
+    saved, own = state["bit_generator"], np.random.get_state(legacy=False)["bit_generator"]
     if own == saved:
         np.random.set_state(state)
     else:
@@ -122,23 +124,17 @@ def check_random_states(states: Mapping[str, Any]) -> None:
         raise TypeError("the saved generator states of the GPUs must be tensors")
 
 
-def _whole_numpy_state() -> dict[str, Any]:
-    state: Any = np.random.get_state(legacy=False)
-    return dict(state)
-
-
 def _numpy_state() -> tuple[str, torch.Tensor, int, int, float] | str:
-    state = _whole_numpy_state()
+    state: Any = np.random.get_state(legacy=False)
     name, inner = state["bit_generator"], state["state"]
     if name != "MT19937":
-        return numpy_text(state)
+        return _as_json(state)
     words = torch.from_numpy(inner["key"].astype(np.int64))
     return name, words, int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
 
 
-def numpy_text(state: Mapping[str, Any] | None = None) -> str:
-    """Return a state of numpy's global generator, by default the current one, as JSON."""
-    return json.dumps(_whole_numpy_state() if state is None else state, default=np.ndarray.tolist)
+def _as_json(numpy_state: Any) -> str:
+    return json.dumps(numpy_state, default=np.ndarray.tolist)
 
 
 def _as_numpy_state(saved: Any) -> dict[str, Any]:

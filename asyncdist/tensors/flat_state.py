@@ -170,6 +170,7 @@ class FlatState:
 
     Attributes:
         fingerprint: Identity of the layout. For a DTensor it includes the placement and the global shape.
+        sizes: Number of elements of each dtype, in the order of the flat tensors.
         mesh_ranks: Global torch.distributed ranks over which entries are sharded, or empty if no entry is sharded.
 
     Raises:
@@ -225,7 +226,7 @@ class FlatState:
         self._shapes = [tensors[place].shape for place in self._firsts]
         own_count = len(groups) - (0 if states is None else len(states.names))
         self._dtypes = [tensors[place].dtype for place in self._firsts[:own_count]]  # without optimizer states
-        self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=dtype_name)}
+        self.sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=dtype_name)}
         self._devices = {tensors[place].device for place in self._firsts if tensors[place].is_cuda}
         self.fingerprint = Fingerprint(
             tuple((e.names, e.shape, dtype_name(e.dtype) + shardings.get(e.names[0], "")) for e in self.entries)
@@ -249,12 +250,7 @@ class FlatState:
     @property
     def nbytes(self) -> int:
         """Size of one snapshot in bytes."""
-        return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
-
-    @property
-    def sizes(self) -> Mapping[torch.dtype, int]:
-        """Number of elements of each dtype, in the order of the flat tensors."""
-        return self._sizes
+        return sum(size * dtype.itemsize for dtype, size in self.sizes.items())
 
     @torch.inference_mode(False)  # the buffers outlive the caller's inference mode
     def new_buffers(
@@ -278,7 +274,7 @@ class FlatState:
             new = functools.partial(torch.zeros, device=device, pin_memory=pinned)
         tensors = {
             dtype: new(size, dtype=accumulate_dtype(dtype) if accumulate else dtype)
-            for dtype, size in self._sizes.items()
+            for dtype, size in self.sizes.items()
         }
         return FlatBuffers.of(self.entries, tensors)
 

@@ -216,23 +216,11 @@ def _unpack_tensor(content: list[Any]) -> torch.Tensor:
 
 def _unpack_array(content: list[Any]) -> np.ndarray[Any, Any]:
     name, shape, data = content
-    dtype = _numpy_dtype(name)
-    _check_size(shape, dtype.itemsize, _bytes(data))
-    return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-
-
-def _unpack_scalar(content: list[Any]) -> Any:
-    name, data = content
-    dtype = _numpy_dtype(name)
-    _check_size([], dtype.itemsize, _bytes(data))
-    return np.frombuffer(data, dtype=dtype)[0]
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in _NUMPY_KINDS:
         raise ValueError(f"a numpy array or scalar must have a numeric dtype, got {name!r}")
-    return dtype
+    _check_size(shape, dtype.itemsize, _bytes(data))
+    return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def _bytes(content: Any) -> bytes:
@@ -258,5 +246,5 @@ _UNPACK: Final[dict[int, Callable[[Any], Any]]] = {
     _FROZENSET: lambda content: frozenset(_unpack(item) for item in content),
     _TENSOR: _unpack_tensor,
     _ARRAY: _unpack_array,
-    _SCALAR: _unpack_scalar,
+    _SCALAR: lambda content: _unpack_array([*content[:1], [], *content[1:]])[()],
 }

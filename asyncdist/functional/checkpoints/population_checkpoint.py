@@ -27,7 +27,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -54,17 +54,6 @@ logger = logging.getLogger("asyncdist.population_checkpoint")
 #: How a rank saves: as a member of its group; or, after a restart, alone because all ranks were restarted and it is the
 #: first of them, by adding itself to a checkpoint of others, or not at all.
 _Role: TypeAlias = Literal["member", "alone", "adds itself", "nothing"]
-
-
-@runtime_checkable
-class _Freezable(Protocol):
-    """A policy whose state may change between two steps. The ranks' states must not change while they are copied."""
-
-    async def freeze_state(self) -> None:
-        """Stop changing the state. Called on each rank when all ranks have called ``settle``."""
-
-    def unfreeze_state(self) -> None:
-        """Resume changing the state, because all ranks have copied theirs."""
 
 
 async def save_population(
@@ -348,11 +337,14 @@ class _Save:
             await self._group.free()
 
     async def _begin_in_group(self, take_state: Callable[[], dict[str, Any]]) -> str:
+        # The state of some policies may change between two steps, but not while the ranks copy their states.
+        is_freezable = hasattr(self._policy, "freeze_state")
+
         async def prepare() -> str:
             if self._keep is not None:
                 validation.count("keep", self._keep, besides=" or None")
             checkpoint_files.check_format(self._format)
-            if isinstance(self._policy, _Freezable):
+            if is_freezable:
                 await self._policy.freeze_state()
                 self.joint.check()
             self._state = take_state()
@@ -373,7 +365,7 @@ class _Save:
                 self._lock.close()
             raise
         finally:
-            if isinstance(self._policy, _Freezable):
+            if is_freezable:
                 self._policy.unfreeze_state()
         return name
 
