@@ -257,7 +257,7 @@ def test_a_state_that_both_have_missed_is_moved_later(
     """As on a network drive, where a folder's new entries are seen late."""
     first, second = Moment(RUN, 10), Moment(RUN, 20)
     with monkeypatch.context() as patched:
-        patched.setattr(restarted_ranks, "_find", lambda *_: (None, False))
+        patched.setattr(restarted_ranks, "find", lambda *_: (None, False))
         assert restarted_ranks.save(tmp_path, first, entry_of(1), write) is None
         folder = checkpoint_files.new_folder(tmp_path)
         checkpoint_files.finish(folder, [{**write(folder), **entry_of(0)}], None, first)

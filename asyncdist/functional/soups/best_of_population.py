@@ -14,7 +14,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -180,7 +180,7 @@ class _Search:
                 raise
 
     async def _choose(self) -> Soup:
-        values = await self._gather(self._own_metric)
+        values = await self._gather(functools.partial(self._metric, is_soup=False))
         metrics = dict(zip(self._group.ranks, values, strict=True))
         greedy = GreedyChoice(metrics, self._direction)
         self._best = greedy.order[0]
@@ -213,28 +213,20 @@ class _Search:
         """Return every member's result of ``fn``, on all members."""
         return await reduce_and_broadcast(fn, list, group=self._group, world=self._world)
 
-    async def _own_metric(self) -> float:
+    async def _metric(self, *, is_soup: bool) -> float:
+        """Measure the weights that are now in the model: this rank's own, or those of a soup."""
         self.joint.check()
-        if has_nan(self._own.averaged().values()):
+        if is_soup:
+            recompute_statistics(self._model, self._loader)
+        elif has_nan(self._own.averaged().values()):
             return math.nan
         metric = await measure_async(self._model, self._name, self._function)
         self.joint.check()
         return metric
 
     async def _trial(self, greedy: GreedyChoice) -> float:
-        """Measure the weights that are now in the model, on all ranks.
-
-        Return the metric of the rank with the best model.
-        """
-
-        async def measure() -> float:
-            self.joint.check()
-            recompute_statistics(self._model, self._loader)
-            metric = await measure_async(self._model, self._name, self._function)
-            self.joint.check()
-            return metric
-
-        values = await self._gather(measure)
+        """Measure the weights of a soup on all ranks. Return the metric of the rank with the best model."""
+        values = await self._gather(functools.partial(self._metric, is_soup=True))
         decisive = values[self._group.ranks.index(self._best)]
         if self._group.index == 0:
             greedy.warn_of_distant_members(decisive)
@@ -276,14 +268,12 @@ class _Search:
         self._state.load(self._mean)
 
     async def _add(self, member: int) -> None:
-        def add(mean: torch.Tensor, _: int, values: torch.Tensor) -> None:
-            if self._count:
-                running_mean_into(mean, mean, values, self._count)
-            else:
-                mean.copy_(values)
-
         for dtype in self._mean.averaged():
-            await self._stream(dtype, member, add)
+            async for mean, _, values in self._pieces(dtype, member):
+                if self._count:
+                    running_mean_into(mean, mean, values, self._count)
+                else:
+                    mean.copy_(values)
         self._count += 1
 
     async def _show_with(self, member: int) -> None:
@@ -294,18 +284,14 @@ class _Search:
             pairs.setdefault(entry.dtype, []).append(pair)
         for dtype, flat in self._mean.averaged().items():
             bucket = Bucket(flat, pairs[dtype])
-
-            def show(mean: torch.Tensor, start: int, values: torch.Tensor, bucket: Bucket = bucket) -> None:
+            async for mean, start, values in self._pieces(dtype, member):
                 trial = torch.empty_like(mean)
                 running_mean_into(trial, mean, values, self._count)
                 bucket.copy_out(start, trial)
+                del trial  # before the next one is allocated
 
-            await self._stream(dtype, member, show)
-
-    async def _stream(
-        self, dtype: torch.dtype, member: int, take: Callable[[torch.Tensor, int, torch.Tensor], None]
-    ) -> None:
-        """Call ``take`` with each piece of the mean, its offset, and the matching piece of a member's weights."""
+    async def _pieces(self, dtype: torch.dtype, member: int) -> AsyncIterator[tuple[torch.Tensor, int, torch.Tensor]]:
+        """Yield each piece of the mean, its offset, and the matching piece of a member's weights."""
         flat, own = self._mean.tensors[dtype], self._own.tensors[dtype]
         for start in range(0, len(flat), _PIECE_COUNT):
             mean = flat[start : start + _PIECE_COUNT]
@@ -316,7 +302,7 @@ class _Search:
                     self._staging[dtype] = torch.empty(min(len(flat), _PIECE_COUNT), dtype=dtype, device="cpu")
                 values = self._staging[dtype][: len(mean)]
             await self._world.collectives.broadcast(values, self._group, member)
-            take(mean, start, values)
+            yield mean, start, values
 
     async def _share_statistics(self) -> None:
         """Recompute the BatchNorm statistics of the chosen soup, and use the best member's statistics on all ranks."""
