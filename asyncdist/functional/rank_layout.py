@@ -76,11 +76,11 @@ class RankLayout:
                 raise ValueError(f"each rank of the layout must be from 0 to {self.world_size - 1}, got {rank!r}")
         counts = Counter(named)
         twice = sorted(rank for rank, count in counts.items() if count > 1)
-        if twice:
-            raise ValueError(f"each rank must have exactly one role, but {ranks_in_words(twice)} would have several")
         idle = [rank for rank in range(self.world_size) if rank not in counts]
-        if idle:
-            raise ValueError(f"each rank must have exactly one role, but {ranks_in_words(idle)} would have none")
+        for ranks, count_in_words in ((twice, "several"), (idle, "none")):
+            if ranks:
+                words = f"but {ranks_in_words(ranks)} would have {count_in_words}"
+                raise ValueError(f"each rank must have exactly one role, {words}")
 
     def _check_clients(self) -> None:
         training = set(self.training_ranks)

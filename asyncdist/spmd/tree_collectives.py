@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.collectives.algorithms.ordered_reduce import Reduction
+from asyncdist.collectives.error_exchange import LocalResult, share
 from asyncdist.errors import DisagreementError, LocalProtocolError
 from asyncdist.spmd.mesh import Axis, Mesh, find_axis
 from asyncdist.tensors import pytrees
@@ -297,17 +298,10 @@ async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
 
 
 async def _all_lines(axis: Axis, outline: pytrees.Outline) -> list[pytrees.Lines]:
-    """Return the outlines of all ranks' trees, in the axis's order."""
-    collectives, group = axis.world.collectives, axis.group
-    text = torch.frombuffer(bytearray(pytrees.lines_to_text(outline.lines).encode()), dtype=torch.uint8)
-    counts = await collectives.all_gather(torch.tensor([text.numel()], device="cpu"), group)
-    padded = torch.zeros(int(max(counts)), dtype=torch.uint8, device="cpu")
-    padded[: text.numel()] = text
-    texts = await collectives.all_gather(padded, group)
-    return [
-        pytrees.lines_from_text(found[: int(count)].numpy().tobytes().decode())
-        for found, count in zip(texts, counts, strict=True)
-    ]
+    """Return the outlines of all ranks' trees, in the axis's order. Each rank sends its own in turn."""
+    own = LocalResult(payload=pytrees.lines_to_text(outline.lines).encode())
+    shared = [await share(axis.world.collectives, axis.group, own, rank) for rank in axis.group.ranks]
+    return [pytrees.lines_from_text(text.decode()) for _, text in shared]
 
 
 async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: bool) -> list[Tensor]:

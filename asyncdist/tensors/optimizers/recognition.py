@@ -70,11 +70,11 @@ PROOF_COUNT: Final = 16
 
 def has_stepped(optimizer: Any) -> bool:
     """Return whether an optimizer's step counts and moments show that it has made a step."""
-    for each in wrapped_optimizers(optimizer):
-        for parameter, state in each.state.items():
-            if isinstance(parameter, Tensor) and isinstance(state, Mapping) and _shows_step(parameter, state):
-                return True
-    return False
+    return any(
+        isinstance(parameter, Tensor) and isinstance(state, Mapping) and _shows_step(parameter, state)
+        for each in wrapped_optimizers(optimizer)
+        for parameter, state in each.state.items()
+    )
 
 
 def _shows_step(parameter: Tensor, state: Mapping[str, Any]) -> bool:
