@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Final
 
 import asyncdist as ad
 from asyncdist.argument_types import count
+from asyncdist.bench import measurements
 
 #: Subject of each benchmark, meaning of its ``--sizes``, and defaults of ``--sizes``, ``--repeat`` and ``--loop``.
 _NAMES: Final[dict[str, tuple[str, str, str, int, int | None]]] = {
@@ -58,20 +58,17 @@ async def _main(world: ad.World, options: argparse.Namespace) -> int:
 
     Rank 0 prints the table, or why the benchmark cannot run.
     """
-    benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
     refusal = ""
     if world.is_simulated:
         refusal = "benchmarks need real time, but a simulation's time is virtual: start real ranks with asyncdist run"
-    elif world.size < benchmark.RANKS_MIN:
-        refusal = (
-            f"{options.name} needs at least {benchmark.RANKS_MIN} ranks, got {world.size}: asyncdist run -n "
-            f"{benchmark.RANKS_MIN} -m asyncdist.bench {options.name}"
-        )
+    elif world.size < 2 and options.name != "step":
+        name = options.name
+        refusal = f"{name} needs at least 2 ranks, got 1: asyncdist run -n 2 -m asyncdist.bench {name}"
     if refusal:
         if world.rank == 0:
             print(f"python -m asyncdist.bench: {refusal}", file=sys.stderr)
         return 2
-    table = await benchmark.measure(world, options)
+    table = await getattr(measurements, options.name)(world, options)
     if table is not None:
         print(f"{world.describe()}\n{table}")
     return 0

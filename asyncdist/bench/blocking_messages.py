@@ -5,7 +5,8 @@ The messages are the raw tensors, without a header or a check, and asyncdist doe
 
 from __future__ import annotations
 
-import abc
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -16,25 +17,24 @@ from asyncdist.launchers import job_rendezvous
 _TAG: Final = 99
 
 
-class Rival(abc.ABC):
-    """A library with which asyncdist is compared. ``name`` lists the calls with which it sends and receives tensors."""
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A library with which asyncdist is compared.
+
+    Attributes:
+        name: The calls with which the library sends and receives tensors.
+        send: Function that sends a contiguous tensor of bytes on the CPU to a rank.
+        receive: Function that receives into a contiguous tensor of bytes on the CPU, from a rank.
+    """
 
     name: str
-
-    def __init__(self) -> None:
-        self._byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-
-    @abc.abstractmethod
-    def send(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a contiguous tensor of bytes on the CPU."""
-
-    @abc.abstractmethod
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive into a contiguous tensor of bytes on the CPU."""
+    send: Callable[[torch.Tensor, int], object]
+    receive: Callable[[torch.Tensor, int], object]
 
     def align(self, rank: int, peer: int) -> None:
         """Exchange one byte with the peer, so that both ranks continue at nearly the same time."""
-        self.round_trips(self._byte, self._byte.clone(), 1, rank, peer)
+        outgoing, incoming = (torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2))
+        self.round_trips(outgoing, incoming, 1, rank, peer)
 
     def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int, rank: int, peer: int) -> None:
         """Send ``count`` messages to the peer and receive as many, alternately. The lower rank begins."""
@@ -47,48 +47,26 @@ class Rival(abc.ABC):
                 self.send(outgoing, peer)
 
 
-class MpiRival(Rival):
-    """Calls ``Send`` and ``Recv`` of ``MPI.COMM_WORLD``."""
-
-    name = "mpi4py Send, Recv"
-
-    def __init__(self) -> None:
-        from mpi4py import MPI
-
-        super().__init__()
-        self._comm = MPI.COMM_WORLD
-
-    def send(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a contiguous tensor of bytes on the CPU."""
-        self._comm.Send(tensor.numpy(), dest, _TAG)
-
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive into a contiguous tensor of bytes on the CPU."""
-        self._comm.Recv(tensor.numpy(), source, _TAG)
-
-
-class TorchRival(Rival):
-    """Calls ``send`` and ``recv`` of torch.distributed's default process group, on gloo."""
-
-    name = "gloo send, recv"
-
-    def __init__(self, dist: Any) -> None:
-        super().__init__()
-        self._dist = dist
-
-    def send(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a contiguous tensor of bytes on the CPU."""
-        self._dist.send(tensor, dest, tag=_TAG)
-
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive into a contiguous tensor of bytes on the CPU."""
-        self._dist.recv(tensor, source, tag=_TAG)
+def rival_on_gloo(dist: Any) -> Rival:
+    """Return the rival that uses torch.distributed's default process group, which must be on gloo."""
+    return Rival(
+        "gloo send, recv",
+        lambda tensor, dest: dist.send(tensor, dest, tag=_TAG),
+        lambda tensor, source: dist.recv(tensor, source, tag=_TAG),
+    )
 
 
 async def rival_of(world: ad.World) -> Rival:
     """Return the other library, which uses the same network backend as the world. All ranks must call this function."""
     if world.transport_name != "torch":
-        return MpiRival()
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD
+        return Rival(
+            "mpi4py Send, Recv",
+            lambda tensor, dest: comm.Send(tensor.numpy(), dest, _TAG),
+            lambda tensor, source: comm.Recv(tensor.numpy(), source, _TAG),
+        )
     from torch import distributed
 
     dist: Any = distributed
@@ -100,4 +78,4 @@ async def rival_of(world: ad.World) -> Rival:
         port = await ad.broadcast(port, root=0)
         store = served or dist.TCPStore(address, int(port), size, is_master=False)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=size)
-    return TorchRival(dist)
+    return rival_on_gloo(dist)

@@ -19,7 +19,7 @@ from harness import MIB, Results, Row, main, ratio_of_medians
 from rivals import Rival, rival_of
 
 import asyncdist as ad
-from asyncdist.bench.bandwidth import our_trip
+from asyncdist.bench.measurements import our_trip
 
 RANKS: Final = (2,)
 TARGET_RATIO: Final = {"mpi": 0.95, "torch": 0.9}

@@ -28,7 +28,7 @@ from harness import Results, Row, elapsed_us, main, percentile
 from rivals import Rival, rival_of
 
 import asyncdist as ad
-from asyncdist.bench.latency import our_trips
+from asyncdist.bench.measurements import our_trips
 from asyncdist.messaging import wire
 
 RANKS: Final = (2, 4)

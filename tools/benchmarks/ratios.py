@@ -22,7 +22,7 @@ from harness import Results, Row, collect, elapsed_us, main, model_of, percentil
 from rivals import Rival, rival_of
 
 import asyncdist as ad
-from asyncdist.bench.latency import our_trips
+from asyncdist.bench.measurements import our_trips
 from asyncdist.messaging import wire
 
 RANKS: Final = (2,)

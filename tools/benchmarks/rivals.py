@@ -111,7 +111,7 @@ class TorchRival:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self._barrier = dist.barrier
-        self._messages = blocking_messages.TorchRival(dist)
+        self._messages = blocking_messages.rival_on_gloo(dist)
 
     async def align(self) -> None:
         await ad.barrier()
