@@ -6,6 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from asyncdist.planning.costs import (
@@ -19,7 +20,6 @@ from asyncdist.planning.costs import (
     DiLoCo,
     Job,
     Method,
-    RoundCost,
     SelectiveAveraging,
     overlapped_s,
     round_cost,
@@ -61,36 +61,19 @@ class Row:
     averages_each_step: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    """The chosen method, its cost, and whether its utilisation reaches the target."""
-
-    method: DataParallel | DiLoCo
-    cost: RoundCost
-    reaches_target: bool
-
-
 def rows(job: Job, streaming_options: StreamingOptions) -> list[Row]:
     """Return the rows of the plan's tables: each averaging method with each codec."""
     return [
-        *(Row("DDP", codec, _each_step(codec), averages_each_step=True) for codec in (FLOAT32, BFLOAT16)),
-        Row("AverageAllPolicy", FLOAT32, lambda every: AverageAll(every=every)),
-        *(Row("DiLoCo", codec, _blocking(codec)) for codec in _CODECS),
-        *(Row("Streaming DiLoCo", codec, _streaming(job, codec, streaming_options)) for codec in _CODECS),
-        Row("selective averaging", FLOAT32, lambda every: SelectiveAveraging(every=every)),
+        Row("DDP", FLOAT32, lambda _: DataParallel(FLOAT32), averages_each_step=True),
+        Row("DDP", BFLOAT16, lambda _: DataParallel(BFLOAT16), averages_each_step=True),
+        Row("AverageAllPolicy", FLOAT32, AverageAll),
+        *(Row("DiLoCo", codec, partial(DiLoCo, codec=codec)) for codec in _CODECS),
+        *(
+            Row("Streaming DiLoCo", codec, partial(streaming, job, codec, streaming_options=streaming_options))
+            for codec in _CODECS
+        ),
+        Row("selective averaging", FLOAT32, SelectiveAveraging),
     ]
-
-
-def _each_step(codec: Codec) -> Callable[[int], Method | None]:
-    return lambda every: DataParallel(codec=codec)
-
-
-def _blocking(codec: Codec) -> Callable[[int], Method | None]:
-    return lambda every: DiLoCo(every=every, codec=codec)
-
-
-def _streaming(job: Job, codec: Codec, streaming_options: StreamingOptions) -> Callable[[int], Method | None]:
-    return lambda every: streaming(job, codec, every, streaming_options)
 
 
 def streaming(job: Job, codec: Codec, every: int, streaming_options: StreamingOptions) -> DiLoCo | None:
@@ -112,7 +95,7 @@ def streaming(job: Job, codec: Codec, every: int, streaming_options: StreamingOp
     return DiLoCo(every=every, codec=codec, fragments=fragments, overlap_steps=overlap_steps)
 
 
-def recommend(job: Job, everies: Sequence[int], streaming_options: StreamingOptions) -> Recommendation:
+def recommend(job: Job, everies: Sequence[int], streaming_options: StreamingOptions) -> DataParallel | DiLoCo:
     """Return the mildest averaging method with the target utilisation, or the method with the highest utilisation.
 
     ``everies`` are the allowed numbers of steps between rounds, in increasing order.
@@ -124,11 +107,10 @@ def recommend(job: Job, everies: Sequence[int], streaming_options: StreamingOpti
     """
     tried = []
     for method in _from_mildest(job, everies, streaming_options):
-        cost = round_cost(job, method)
-        if cost.utilisation >= TARGET:
-            return Recommendation(method, cost, True)
-        tried.append(Recommendation(method, cost, False))
-    return max(tried, key=lambda each: each.cost.utilisation)
+        if round_cost(job, method).utilisation >= TARGET:
+            return method
+        tried.append(method)
+    return max(tried, key=lambda each: round_cost(job, each).utilisation)
 
 
 def _from_mildest(

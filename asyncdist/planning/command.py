@@ -10,7 +10,6 @@ from asyncdist.planning.arguments import DEFAULT_EVERIES
 from asyncdist.planning.choice import (
     TARGET,
     TOPK_SHARE,
-    Recommendation,
     Row,
     StreamingOptions,
     every_for_target,
@@ -72,7 +71,7 @@ def plan_lines(
     if len(everies) > 1:
         yield from ("", "Utilisation: share of the time in which a rank computes, by steps between rounds")
         yield _utilisations(job, all_rows, everies)
-    every = everies[0] if isinstance(chosen.method, DataParallel) else chosen.method.every
+    every = everies[0] if isinstance(chosen, DataParallel) else chosen.every
     when = "in each step" if every == 1 else f"every {every:,} steps; of DDP, in each step"
     yield from ("", f"Cost of a round {when}")
     yield _costs(job, all_rows, every)
@@ -84,9 +83,7 @@ def plan_lines(
     yield from _recommendation(job, streaming_options, chosen)
     if speeds is not None:
         yield ""
-        yield from outer_rules.lines(
-            *speeds, every=chosen.method.every if isinstance(chosen.method, DiLoCo) else min(everies)
-        )
+        yield from outer_rules.lines(*speeds, every=chosen.every if isinstance(chosen, DiLoCo) else min(everies))
 
 
 def _utilisations(job: Job, all_rows: Sequence[Row], everies: Sequence[int]) -> str:
@@ -137,14 +134,15 @@ def _notes(job: Job, every: int) -> Iterator[str]:
         yield f"One of its rounds takes {step_count:,} steps here, so average_every should not be smaller."
 
 
-def _recommendation(job: Job, streaming_options: StreamingOptions, chosen: Recommendation) -> Iterator[str]:
-    share, target = _percent(chosen.cost.utilisation), f"{100 * TARGET:.0f} %"
-    if chosen.reaches_target:
+def _recommendation(job: Job, streaming_options: StreamingOptions, chosen: DataParallel | DiLoCo) -> Iterator[str]:
+    utilisation = round_cost(job, chosen).utilisation
+    share, target = _percent(utilisation), f"{100 * TARGET:.0f} %"
+    if utilisation >= TARGET:
         yield f"Start from this, with a utilisation of {share}:"
-        yield from _python(chosen.method)
+        yield from _python(chosen)
         return
     yield f"Neither DDP nor DiLoCo without topk reaches a utilisation of {target}. The best one has {share}:"
-    yield from _python(chosen.method)
+    yield from _python(chosen)
     every = every_for_target(job, streaming_options)
     if every is not None:
         yield f"Streaming DiLoCo in 4 bits would reach {target} with a round every {plural(every, 'step')}."

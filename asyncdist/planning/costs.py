@@ -19,8 +19,6 @@ import math
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from asyncdist import validation
-
 #: Number of values in a block that shares one float32 scale.
 _BLOCK_COUNT: Final = 256
 _SCALE_NBYTES: Final = 4
@@ -54,15 +52,6 @@ class Link:
     bandwidth_nbytes_per_s: float
     latency_s: float = 1e-3
 
-    def __post_init__(self) -> None:
-        validation.real(
-            "bandwidth_nbytes_per_s",
-            self.bandwidth_nbytes_per_s,
-            "> 0 bytes per second and finite",
-            low=validation.SMALLEST,
-        )
-        validation.real("latency_s", self.latency_s, ">= 0 seconds and finite", low=0.0)
-
     def seconds(self, nbytes: float) -> float:
         """Return the seconds from the send of a message until all of its bytes have arrived."""
         return self.latency_s + nbytes / self.bandwidth_nbytes_per_s
@@ -81,11 +70,6 @@ class Job:
     rank_count: int
     step_s: float
     link: Link
-
-    def __post_init__(self) -> None:
-        validation.count("param_count", self.param_count)
-        validation.count("rank_count", self.rank_count, least=2)
-        validation.seconds("step_s", self.step_s)
 
     @property
     def model_nbytes(self) -> int:
@@ -122,10 +106,10 @@ Q4: Final = Codec("q4", 0.5 + _SCALE_NBYTES / _BLOCK_COUNT)
 
 def topk(share: float) -> Codec:
     """Return the codec that sends this share of the values, each as 4 bytes with an index of 2 bytes."""
-    return Codec("topk", 6 * validation.fraction("share", share), keeps_residual=True, unites_values=True)
+    return Codec("topk", 6 * share, keeps_residual=True, unites_values=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DataParallel:
     """Averages gradients in each step, as DDP does. A round is one step.
 
@@ -135,23 +119,17 @@ class DataParallel:
     codec: Codec = FLOAT32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AverageAll:
     """Averages the weights of all ranks every ``every`` steps, as AverageAllPolicy or local SGD does.
 
-    Attributes:
-        is_sharded: Whether each rank averages one slice. Otherwise, the first rank receives all weights and sends their
-            mean.
+    Each rank averages one slice.
     """
 
     every: int
-    is_sharded: bool = True
-
-    def __post_init__(self) -> None:
-        validation.count("every", self.every)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DiLoCo:
     """Averages the ranks' differences from common weights, for an outer optimizer (Douillard et al., 2023).
 
@@ -170,22 +148,13 @@ class DiLoCo:
     fragments: int = 1
     overlap_steps: int = 0
 
-    def __post_init__(self) -> None:
-        validation.count("every", self.every)
-        validation.count("fragments", self.fragments)
-        validation.count("overlap_steps", self.overlap_steps, least=0)
-        if self.fragments > self.every:
-            validation.refuse("fragments", self.fragments, f"<= every = {self.every}")
-        if self.overlap_steps >= self.every:
-            validation.refuse("overlap_steps", self.overlap_steps, f"< every = {self.every}")
-
     @property
     def spacing_steps(self) -> float:
         """Steps between the beginnings of two fragments' exchanges."""
         return self.every / self.fragments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SelectiveAveraging:
     """Replaces the worst ranks' weights with the mean of the others', as AsyncSelectiveAveragingPolicy. No rank waits.
 
@@ -193,9 +162,6 @@ class SelectiveAveraging:
     """
 
     every: int
-
-    def __post_init__(self) -> None:
-        validation.count("every", self.every)
 
 
 Method: TypeAlias = DataParallel | AverageAll | DiLoCo | SelectiveAveraging
@@ -206,6 +172,7 @@ class RoundCost:
     """The cost of one averaging round for the busiest rank.
 
     Attributes:
+        sent_nbytes: Bytes that the rank sends.
         transfer_s: Seconds that the transfers of the round take.
         wait_s: Seconds in which the rank waits instead of computing.
         compute_s: Seconds in which the rank computes the steps of the round.
@@ -214,7 +181,6 @@ class RoundCost:
     """
 
     sent_nbytes: float
-    received_nbytes: float
     transfer_s: float
     wait_s: float
     compute_s: float
@@ -251,7 +217,6 @@ def _data_parallel(job: Job, method: DataParallel) -> RoundCost:
     transfer_s = moved / job.link.bandwidth_nbytes_per_s + message_count * job.link.latency_s
     return RoundCost(
         sent_nbytes=moved,
-        received_nbytes=moved,
         transfer_s=transfer_s,
         wait_s=max(0.0, transfer_s - _BACKWARD_SHARE * job.step_s),
         compute_s=job.step_s,
@@ -261,15 +226,10 @@ def _data_parallel(job: Job, method: DataParallel) -> RoundCost:
 
 
 def _average_all(job: Job, method: AverageAll) -> RoundCost:
-    if method.is_sharded:
-        moved = _sharded_nbytes(job, job.model_nbytes)
-        transfer_s = 2 * job.link.seconds(moved / 2)
-    else:
-        moved = (job.rank_count - 1) * job.model_nbytes
-        transfer_s = 2 * job.link.seconds(moved)
+    moved = _sharded_nbytes(job, job.model_nbytes)
+    transfer_s = 2 * job.link.seconds(moved / 2)
     return RoundCost(
         sent_nbytes=moved,
-        received_nbytes=moved,
         transfer_s=transfer_s,
         wait_s=transfer_s,
         compute_s=method.every * job.step_s,
@@ -300,16 +260,10 @@ def chunk_nbytes(slice_nbytes: float) -> float:
     return min(size, slice_nbytes)
 
 
-def _moved_nbytes(job: Job, method: DiLoCo) -> float:
-    """Return the bytes that a rank sends in a round: slices of its values, and means of its own slice."""
-    codec = method.codec
-    of_both = codec.nbytes_per_value + codec.mean_nbytes_per_value(job.rank_count)
-    return _sharded_nbytes(job, job.param_count * of_both / 2)
-
-
 def _diloco(job: Job, method: DiLoCo) -> RoundCost:
-    codec, of_mean = method.codec, method.codec.mean_nbytes_per_value(job.rank_count)
-    moved = _moved_nbytes(job, method)
+    codec = method.codec
+    # A rank sends slices of its values, and means of its own slice.
+    of_both = codec.nbytes_per_value + codec.mean_nbytes_per_value(job.rank_count)
     fragment_s = _fragment_s(job, method)
     late_s = overlapped_s(job, method) - method.overlap_steps * job.step_s
     # A fragment that takes longer than the spacing still occupies the link when the next fragment begins.
@@ -318,12 +272,10 @@ def _diloco(job: Job, method: DiLoCo) -> RoundCost:
     in_flight_count = max(1, math.ceil(method.overlap_steps / method.spacing_steps))
     # Memory is used for the contribution, the mean and a decoded copy. The common weights and the momentum are always
     # kept.
-    encoded = (codec.nbytes_per_value + of_mean) / _FLOAT32_NBYTES
-    in_flight = in_flight_count / method.fragments * (encoded + (codec != FLOAT32))
+    in_flight = in_flight_count / method.fragments * (of_both / _FLOAT32_NBYTES + (codec != FLOAT32))
     copies = 2 + codec.keeps_residual + in_flight
     return RoundCost(
-        sent_nbytes=moved,
-        received_nbytes=moved,
+        sent_nbytes=_sharded_nbytes(job, job.param_count * of_both / 2),
         transfer_s=method.fragments * fragment_s,
         wait_s=method.fragments * wait_s,
         compute_s=method.every * job.step_s,
@@ -344,7 +296,6 @@ def _selective(job: Job, method: SelectiveAveraging) -> RoundCost:
     transfer_s = slices_s + job.link.seconds(job.model_nbytes)
     return RoundCost(
         sent_nbytes=job.model_nbytes * (1 + (replaced_count - 1) / donor_count),
-        received_nbytes=job.model_nbytes,
         transfer_s=transfer_s,
         wait_s=0.0,
         compute_s=method.every * job.step_s,
