@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
-from asyncdist.story import facts
 from asyncdist.validation import printable
 
 if TYPE_CHECKING:  # avoids importing torch, which asyncdist top does not need
@@ -164,11 +163,6 @@ def steps_per_second(policy: PolicyCounters, before: RankCounters, seconds: floa
     """
     earlier = policy_step(before, policy.policy)
     return per_second(policy.step, earlier, seconds) if earlier or not policy.step else None
-
-
-def to_bytes(counters: RankCounters) -> bytes:
-    """Encode the counters as bytes."""
-    return facts.to_bytes(counters)
 
 
 _decoder: Final = msgspec.msgpack.Decoder(RankCounters)

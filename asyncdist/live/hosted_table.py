@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncdist import validation
 from asyncdist.errors import AsyncdistError
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _World(Protocol):
-    rank: int
-
-    @property
-    def services(self) -> Services: ...
-
-
 class HostedRanksTable:
     """A table of the ranks in this process, drawn with rich. Raises AsyncdistError if rich is not installed."""
 
@@ -35,7 +28,7 @@ class HostedRanksTable:
             import rich.live  # noqa: F401
         except ImportError:
             raise AsyncdistError(validation.missing_library("live=True", "rich", "live")) from None
-        self._worlds: dict[int, _World] = {}
+        self._ranks: dict[int, Services] = {}
         self._readings = Readings()
 
     def watched(self, main: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
@@ -43,7 +36,7 @@ class HostedRanksTable:
 
         @functools.wraps(main)
         async def watched_main(world: Any, *args: Any) -> T:
-            self._worlds[world.rank] = world
+            self._ranks[world.rank] = world.services
             world.services.count_waits()
             return await main(world, *args)
 
@@ -51,8 +44,8 @@ class HostedRanksTable:
 
     def rows(self) -> list[Row]:
         """Read the counters of all ranks. If a rank has no open policy, its last policy is included."""
-        for _, world in sorted(self._worlds.copy().items()):
-            self._readings.add(counters_of(world.services))
+        for _, services in sorted(self._ranks.copy().items()):
+            self._readings.add(counters_of(services))
         return self._readings.rows()
 
     def screen(self) -> Table:

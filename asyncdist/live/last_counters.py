@@ -11,7 +11,8 @@ import logging
 import os
 from typing import Final
 
-from asyncdist.live.counters import RankCounters, from_bytes, to_bytes
+from asyncdist.live.counters import RankCounters, from_bytes
+from asyncdist.story.facts import to_bytes
 from asyncdist.trust import private_folders
 
 logger = logging.getLogger("asyncdist.live.last_counters")

@@ -13,18 +13,26 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from asyncdist.live.address_server import AddressServer
 from asyncdist.live.counters import EXPORTED, RankCounters, samples
+from asyncdist.live.writers import Writer
 
 _LABELS = ("rank", "policy", "role")
 
 
-class RankCollector(Collector):
-    """Reads the counters of a rank in a separate thread when a request arrives."""
+class PrometheusServer(Writer, Collector):
+    """Serves the counters of a rank until closed. Raises OSError if it cannot listen on the address."""
 
-    def __init__(self, read: Callable[[], RankCounters]) -> None:
+    def __init__(self, read: Callable[[], RankCounters], host: str, port: int) -> None:
         self._read = read
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server = type("_ServerOfFamily", (AddressServer,), {"address_family": family})
+        self._server: AddressServer = server((host, port), MetricsHandler.factory(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="asyncdist prometheus", daemon=True)
+        self._thread.start()
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily]:
-        """Yield one metric family for each name."""
+        """Yield one metric family for each name. Called in a separate thread when a request arrives."""
         counters = self._read()
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for sample in samples(counters):
@@ -41,19 +49,6 @@ class RankCollector(Collector):
         facts = {"job": counters.job, "size": str(counters.size), "incarnation": str(counters.incarnation)}
         info.add_metric([str(counters.rank)], facts)
         yield info
-
-
-class PrometheusServer:
-    """Serves the counters of a rank until closed. Raises OSError if it cannot listen on the address."""
-
-    def __init__(self, read: Callable[[], RankCounters], host: str, port: int) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(RankCollector(read))
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        server = type("_ServerOfFamily", (AddressServer,), {"address_family": family})
-        self._server: AddressServer = server((host, port), MetricsHandler.factory(registry))
-        self._thread = threading.Thread(target=self._server.serve_forever, name="asyncdist prometheus", daemon=True)
-        self._thread.start()
 
     def write(self, _: RankCounters) -> None:
         """Do nothing, because counters are read when a request arrives."""

@@ -47,11 +47,15 @@ def allow_all_text() -> None:
 
 
 class JobView:
-    """Asks the ranks of a job for their counters, and displays them as a table."""
+    """Asks the ranks of a job for their counters, and displays them as a table.
+
+    Attributes:
+        rows: Rows of the table, with the ranks' latest answers.
+    """
 
     def __init__(self) -> None:
         self._readings = Readings()
-        self._rows: list[Row] = []
+        self.rows: list[Row] = []
         # Number of steps of each rank, and the time of its last step.
         self._moved: dict[int, tuple[int, float]] = {}
         self._answered_at_s: dict[int, float] = {}
@@ -71,7 +75,7 @@ class JobView:
                 notes[peer.rank] = "does not answer" if peer.is_alive else "has ended"
         ranks = sorted({peer.rank for peer in rank_sockets})
         rows = [self._readings.row(rank, notes.get(rank, "")) for rank in ranks]
-        self._rows = [row if row.rank in answers else replace(row, before=None, is_silent=True) for row in rows]
+        self.rows = [row if row.rank in answers else replace(row, before=None, is_silent=True) for row in rows]
 
     def _is_still(self, rank: int) -> bool:
         counters, now = self._readings.row(rank).now, time.monotonic()
@@ -79,11 +83,6 @@ class JobView:
         if self._moved.get(rank, (-1, 0.0))[0] != step:
             self._moved[rank] = step, now
         return now - self._moved[rank][1] >= _STILL_S
-
-    @property
-    def rows(self) -> list[Row]:
-        """Rows of the table, with the ranks' latest answers."""
-        return self._rows
 
     def rows_at_end(self, left: Sequence[RankCounters] = ()) -> tuple[list[Row], dict[int, float]]:
         """Return an ended job's rows and, for ranks without final counters, their last answers' ages in seconds."""
@@ -93,13 +92,13 @@ class JobView:
             if known is None or known.incarnation <= counters.incarnation:
                 self._readings.add(counters)
                 self._answered_at_s.pop(counters.rank, None)
-        ranks = {row.rank for row in (*self._rows, *self._readings.rows())}
+        ranks = {row.rank for row in (*self.rows, *self._readings.rows())}
         rows = [self._readings.row(rank) for rank in sorted(ranks)]
         return rows, {rank: now - at_s for rank, at_s in self._answered_at_s.items()}
 
     def drawn(self, console: Console) -> Table:
         """Return the table of the ranks' latest answers, sized for the terminal."""
-        return _screen(self._rows, console)
+        return _screen(self.rows, console)
 
     def drawn_at_end(self, console: Console, left: Sequence[RankCounters] = ()) -> Table:
         """Return the table of an ended job: the ranks' final counters, or their last answers and the answers' ages."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from asyncdist import environment
 from asyncdist._version import __version__
@@ -17,24 +18,24 @@ logger = logging.getLogger("asyncdist.live.writers")
 _UNITS: Final = {"bytes": "By", "seconds": "s"}
 
 
-class Writer(Protocol):
+class Writer(abc.ABC):
     """Receives a rank's counters periodically."""
 
+    _before: RankCounters | None = None
+
+    @abc.abstractmethod
     def write(self, counters: RankCounters) -> None:
         """Write the rank's current counters."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Finish writing, and close the output."""
 
+    def _numbers(self, counters: RankCounters) -> Iterator[tuple[str, Sample]]:
+        """Yield each number except roles, with a name like a path: ``asyncdist/POLICY/NUMBER``.
 
-class _Numbers:
-    """Converts counters to named numbers, including the step rate since the previous conversion."""
-
-    def __init__(self) -> None:
-        self._before: RankCounters | None = None
-
-    def of(self, counters: RankCounters) -> Iterator[tuple[str, Sample]]:
-        """Yield each number except roles, with a name like a path: ``asyncdist/POLICY/NUMBER``."""
+        The numbers include the step rate since the previous call.
+        """
         for sample in samples(counters, self._before):
             if sample.name != "role":
                 policy = sample.labels.get("policy", "")
@@ -42,18 +43,17 @@ class _Numbers:
         self._before = counters
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(Writer):
     """Writes to one folder per rank, such as ``FOLDER/rank00003``. The global step is the policy's number of steps."""
 
     def __init__(self, folder: str, rank: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(f"{folder}/rank{rank:05d}")
-        self._numbers = _Numbers()
 
     def write(self, counters: RankCounters) -> None:
         """Write the rank's current counters."""
-        for name, sample in self._numbers.of(counters):
+        for name, sample in self._numbers(counters):
             self._writer.add_scalar(name, sample.value, counters.step)
         self._writer.flush()
 
@@ -62,7 +62,7 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-class WandbWriter:
+class WandbWriter(Writer):
     """Writes one Weights & Biases run per rank, in the job's group. It is offline unless WANDB_MODE is set."""
 
     def __init__(self, project: str, counters: RankCounters) -> None:
@@ -79,18 +79,17 @@ class WandbWriter:
             reinit="create_new",  # keeps the user's own run open
             settings=wandb.Settings(silent=True),
         )
-        self._numbers = _Numbers()
 
     def write(self, counters: RankCounters) -> None:
         """Write the rank's current counters."""
-        self._run.log({name: sample.value for name, sample in self._numbers.of(counters)})
+        self._run.log({name: sample.value for name, sample in self._numbers(counters)})
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-class OpenTelemetryWriter:
+class OpenTelemetryWriter(Writer):
     """Records counters with the meter provider that the program or ``opentelemetry-instrument`` has set."""
 
     def __init__(self) -> None:
@@ -103,7 +102,6 @@ class OpenTelemetryWriter:
             unit = _UNITS.get(name.rpartition("_")[2], "1")
             self._instruments[name] = make(f"asyncdist.{name}", unit=unit, description=meaning)
         self._said: dict[tuple[str, str], float] = {}
-        self._numbers = _Numbers()
         self._has_warned = False
 
     def write(self, counters: RankCounters) -> None:
@@ -113,7 +111,7 @@ class OpenTelemetryWriter:
             logger.warning(
                 "rank %d exports no counters to opentelemetry until the program has set a meter provider", counters.rank
             )
-        for path, sample in self._numbers.of(counters):
+        for path, sample in self._numbers(counters):
             attributes = {"rank": counters.rank, **sample.labels}
             if not math.isfinite(sample.value):
                 continue  # the library rejects NaN and infinities with a warning each time

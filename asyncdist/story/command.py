@@ -6,7 +6,7 @@ import os
 
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.story.finding import chosen_job
-from asyncdist.story.formatting import Silent, describe_job
+from asyncdist.story.formatting import describe_job
 from asyncdist.story.sockets import ask, jobs
 
 
@@ -26,9 +26,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
         return 2
     rank_sockets = jobs().get(job, ())
     stories = ask(rank_sockets)
-    silent = [
-        Silent(each.rank, each.pid, each.is_alive, each.state) for each in rank_sockets if each.rank not in stories
-    ]
+    silent = [each for each in rank_sockets if each.rank not in stories]
     return print_to("story", lambda: print(describe_job(stories, silent)))
 
 

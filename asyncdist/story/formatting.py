@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from asyncdist.story.facts import RankStory, Wait
+from asyncdist.story.sockets import RankSocket
 from asyncdist.story.waiting import awaited_ranks, cycle, in_display_order, stuck_ranks
 from asyncdist.validation import printable
 from asyncdist.wording import has_or_have, ordinal, plural, ranks_in_words, seconds_in_words
@@ -31,16 +32,6 @@ _SILENCE: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """A rank on this host that has not answered. ``state`` is its process's state, a letter as in ``ps``."""
-
-    rank: int
-    pid: int
-    is_alive: bool
-    state: str = ""
-
-
 def summarize(story: RankStory, stories: Mapping[int, RankStory]) -> str:
     """Describe what a rank's main is doing, in one line."""
     return printable(_describe_main(story, {**stories, story.rank: story}))
@@ -53,8 +44,11 @@ def describe_rank(story: RankStory) -> str:
     return "\n".join(map(printable, [*lines, *_details(story, own)]))
 
 
-def describe_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) -> str:
-    """Describe, in several lines, what each rank on this host is doing and which ranks it waits for."""
+def describe_job(stories: Mapping[int, RankStory], silent: Sequence[RankSocket] = ()) -> str:
+    """Describe, in several lines, what each rank on this host is doing and which ranks it waits for.
+
+    ``silent`` are the ranks on this host that have not answered.
+    """
     some = next(iter(stories.values()), None)
     if some is None:
         return "\n".join(printable(_describe_silent(each, stories)) for each in silent)
@@ -187,7 +181,7 @@ def _details_of_all(ranks: Sequence[int], stories: Mapping[int, RankStory]) -> l
     return [line if len(ranks) == 1 else f"{ranks_in_words(its)}: {line}" for (line, _), its in told.items()]
 
 
-def _describe_silent(silent: Silent, stories: Mapping[int, RankStory]) -> str:
+def _describe_silent(silent: RankSocket, stories: Mapping[int, RankStory]) -> str:
     heard = [(story.heard[silent.rank], rank) for rank, story in stories.items() if silent.rank in story.heard]
     last = "; no channel message has arrived from it" if stories else ""
     if heard:

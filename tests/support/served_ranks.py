@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
-from asyncdist.live.counters import RankCounters, to_bytes
+from asyncdist.live.counters import RankCounters
 from asyncdist.story import sockets
+from asyncdist.story.facts import to_bytes
 
 
 class ServedRanks:

@@ -30,12 +30,12 @@ from asyncdist.live.counters import (
     from_bytes,
     per_second,
     samples,
-    to_bytes,
 )
 from asyncdist.live.destinations import Destination, destinations, missing
 from asyncdist.live.exporting import Exporter
 from asyncdist.live.table import screen
 from asyncdist.live.top import JobView
+from asyncdist.story.facts import to_bytes
 
 POLICY = PolicyCounters("mine", 40, 0.5, "giving", 3, 2, 1, 7, latest="round 3: average of rank 1 (7 steps old)")
 COUNTERS = RankCounters(

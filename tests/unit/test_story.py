@@ -26,7 +26,7 @@ from asyncdist.runtime.story import answering
 from asyncdist.story import command, finding, sockets
 from asyncdist.story.event_texts import describe_events
 from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
-from asyncdist.story.formatting import Silent, describe_job, describe_rank, summarize
+from asyncdist.story.formatting import describe_job, describe_rank, summarize
 from asyncdist.story.waiting import awaited_ranks, cycle, in_display_order, stuck_ranks
 from asyncdist.trust import private_folders
 
@@ -45,6 +45,11 @@ def collective(number: int, ranks: tuple[int, ...] = (0, 1, 2)) -> Wait:
 
 def of(*stories: RankStory) -> dict[int, RankStory]:
     return {each.rank: each for each in stories}
+
+
+def silent(rank: int, pid: int, *, is_alive: bool, state: str = "") -> Any:
+    """Return a socket whose rank has not answered."""
+    return SimpleNamespace(rank=rank, pid=pid, is_alive=is_alive, state=state)
 
 
 def test_equal_statements_of_several_ranks_are_printed_once() -> None:
@@ -123,7 +128,7 @@ class TestWords:
             replace(story(0, waits_for(1)), channels=(replace(channel, tag=100, sent_count=0),)),
             replace(story(1, waits_for(0, tag=101)), channels=(channel,), heard={0: 60.5}),
         )
-        assert describe_job(stories, [Silent(2, os.getpid(), is_alive=True)]).splitlines() == [
+        assert describe_job(stories, [silent(2, os.getpid(), is_alive=True)]).splitlines() == [
             "job 0123abcd: train.py, 3 ranks on here",
             f"  rank 2 does not answer (pid {os.getpid()}): it is stopped, or is in compiled code that holds the "
             "GIL; no channel message has arrived from it",
@@ -138,12 +143,12 @@ class TestWords:
 
     def test_a_rank_that_is_gone_is_told_with_its_last_sign_of_life(self) -> None:
         heard = of(replace(story(0), heard={2: 70.0}), replace(story(1), heard={2: 61.0}))
-        assert describe_job(heard, [Silent(2, 99, is_alive=False)]).splitlines()[1] == (
+        assert describe_job(heard, [silent(2, 99, is_alive=False)]).splitlines()[1] == (
             "  rank 2 is gone: its process 99 has ended; its last message reached rank 1 61 s ago"
         )
 
     def test_why_a_rank_does_not_answer(self) -> None:
-        told = {state: describe_job(of(story(0)), [Silent(2, 99, is_alive=True, state=state)]) for state in "TtDSR"}
+        told = {state: describe_job(of(story(0)), [silent(2, 99, is_alive=True, state=state)]) for state in "TtDSR"}
         assert "it is stopped, by SIGSTOP or Ctrl-Z; no channel message" in told["T"]
         assert "it is stopped, by a debugger; no channel message" in told["t"]
         assert "it waits in the kernel, for a disk or a network drive; no channel message" in told["D"]
@@ -200,7 +205,7 @@ class TestWords:
 
     def test_a_lost_rank_whose_process_is_there_is_counted_once(self) -> None:
         """Regression: it was subtracted twice, so no line said that rank 2 is on another host."""
-        told = describe_job(of(replace(story(0), lost=(1,))), [Silent(1, 101, True)])
+        told = describe_job(of(replace(story(0), lost=(1,))), [silent(1, 101, is_alive=True)])
         assert "1 more rank is on another host" in told
 
     def test_events(self) -> None:

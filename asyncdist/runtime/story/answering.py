@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist import local_host
-from asyncdist.live import counters
+from asyncdist.live.counters import RankCounters, counters_of
 from asyncdist.runtime.story.collecting import Activity, collect, seconds_waited
 from asyncdist.runtime.world import World
 from asyncdist.story import sockets
 from asyncdist.story.event_texts import ABORT
 from asyncdist.story.facts import RankStory, to_bytes
-from asyncdist.story.formatting import Silent, describe_job, describe_rank
+from asyncdist.story.formatting import describe_job, describe_rank
+from asyncdist.story.sockets import RankSocket
 from asyncdist.wording import seconds_in_words
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
@@ -202,7 +203,7 @@ class WaitReporter:
                 client.sendall(to_bytes(self._story()))
             elif question == sockets.COUNTERS:
                 self._world.services.count_waits()
-                client.sendall(counters.to_bytes(self._counters()))
+                client.sendall(to_bytes(self._counters()))
             elif question == sockets.REPORTED:
                 self._note_reported(_read_all(client))
             elif question == sockets.PULSE:
@@ -211,8 +212,8 @@ class WaitReporter:
                 was_asked = time.monotonic() - self._asked_at < _ASKED_S
                 client.sendall(sockets.YES if was_asked else sockets.NO)
 
-    def _counters(self) -> counters.RankCounters:
-        found = counters.counters_of(self._world.services)
+    def _counters(self) -> RankCounters:
+        found = counters_of(self._world.services)
         with contextlib.suppress(RuntimeError, AttributeError):  # Main continued while its wait was read.
             return replace(found, waiting_s=seconds_waited(self._main, self._world))
         return found
@@ -284,7 +285,7 @@ class WaitReporter:
             else:
                 self._look_again_at = time.monotonic() + self._stall_s / _LOOKS_IN_STALL
 
-    def _report_standstill(self, stories: dict[int, RankStory], silent: list[Silent], still_s: float) -> None:
+    def _report_standstill(self, stories: dict[int, RankStory], silent: list[RankSocket], still_s: float) -> None:
         what = f"no rank here has made a step or received a message for {seconds_in_words(still_s)}"
         text = f"{what}; {describe_job(stories, silent)}"
         self._note_reported(text)
@@ -301,7 +302,7 @@ class WaitReporter:
         self.reported_at = time.monotonic()
         self._stall_s *= 2  # Print the next report only after twice as long.
 
-    def _other_sockets(self) -> list[sockets.RankSocket]:
+    def _other_sockets(self) -> list[RankSocket]:
         assert self._path is not None, "it has begun"
         return [peer for peer in sockets.rank_sockets(self._path.parent) if peer.rank != self._world.rank]
 
@@ -310,11 +311,10 @@ class WaitReporter:
         lower = (peer for peer in self._other_sockets() if peer.rank < self._world.rank)
         return any(sockets.answers_pulse(peer) for peer in lower)
 
-    def _ask_all(self, own: RankStory) -> tuple[dict[int, RankStory], list[Silent]]:
+    def _ask_all(self, own: RankStory) -> tuple[dict[int, RankStory], list[RankSocket]]:
         others = [] if self._path is None else self._other_sockets()
         stories = {own.rank: own, **sockets.ask(others)}
-        silent = [Silent(each.rank, each.pid, each.is_alive, each.state) for each in others if each.rank not in stories]
-        return dict(sorted(stories.items())), silent
+        return dict(sorted(stories.items())), [each for each in others if each.rank not in stories]
 
 
 def _read_all(client: socket.socket) -> str:
