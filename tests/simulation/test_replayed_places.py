@@ -17,7 +17,7 @@ from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.input_checks import PATIENCE_S
 from asyncdist.simulation.replay.log import RankLog
 from asyncdist.simulation.replay.mailbox import Mailbox
-from asyncdist.simulation.replay.timers import Deadlines
+from asyncdist.simulation.replay.timers import Timers
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.waits import WaitId, WaitKind
 from simulation.edited_records import Word, keep_events, tell_no_sleeps, with_fields
@@ -48,13 +48,13 @@ def test_of_two_deadlines_of_one_name_the_earlier_one_passes() -> None:
     """Two policies of one class have such deadlines."""
     passed: list[str] = []
     reports, loop = WaitId(WaitKind.REPORTS), cast(Any, None)
-    deadlines = Deadlines(loop)
+    deadlines = Timers(loop)
     with (
         deadlines.waiting(reports, 2.0, lambda: passed.append("later")),
         deadlines.waiting(reports, 1.0, lambda: passed.append("earlier")),
     ):
-        deadlines.expire(reports)
-        deadlines.expire(reports)
+        deadlines.fire(reports)
+        deadlines.fire(reports)
     assert passed == ["earlier", "later"]
 
 
@@ -62,8 +62,8 @@ def test_the_last_messages_of_a_rank_keep_their_order() -> None:
     """The rank receives nothing more then, but others have sent in another order."""
     log = RankLog(tags={40}, is_over=True)
     mailbox = Mailbox()
-    inputs: Any = SimpleNamespace(is_done=True, is_open=True)
-    admission = Admission(log, mailbox, inputs, lambda: None, lambda: None, lambda: None)
+    inputs: Any = SimpleNamespace(is_done=True, is_open=True, log=log, mailbox=mailbox)
+    admission = Admission(inputs, lambda: None, lambda: None, lambda: None)
     mailbox.put(1, 40, b"1")
     mailbox.put(0, 40, b"0")
     admission.permit([(0, 40), (1, 40)])

@@ -15,8 +15,8 @@ from asyncdist.simulation.replay.pending_inputs import PendingInputs
 
 def inputs_of(*entries: Entry, woken_count: int = 0) -> PendingInputs:
     log = RankLog(deque(entries), tags={1}, is_over=True)
-    nobody: Any = SimpleNamespace(has=lambda what: False)
-    inputs = PendingInputs(log, Mailbox(), nobody, nobody, lambda: 0.0)
+    loop: Any = SimpleNamespace(time=lambda: 0.0)
+    inputs = PendingInputs(log, Mailbox(), loop)
     engine: Any = SimpleNamespace(woken_count=0, begun_count=0, turn=0, _in_pass=False)
     inputs.open(engine)
     engine.woken_count = woken_count
@@ -57,7 +57,7 @@ def test_clock_read_after_a_message_is_shown_the_message_first() -> None:
         return inputs.read_clock()
 
     line = read.__code__.co_firstlineno + 1
-    inputs._log.clock[line].extend([Reading(1.0, 0, 0), Reading(2.0, 1, 1)])
+    inputs.log.clock[line].extend([Reading(1.0, 0, 0), Reading(2.0, 1, 1)])
     shown: list[ReceivedMessages] = []
 
     def catch_up(seen_count: int) -> None:

@@ -7,9 +7,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from asyncdist.runtime.recording import ObservedEngine
-from asyncdist.simulation.replay.log import COLLECTIVE_TAGS, Key, RankLog, RankLost, ReceivedByTask
-from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.log import COLLECTIVE_TAGS, Key, RankLost, ReceivedByTask
 from asyncdist.simulation.replay.pending_inputs import PendingInputs
 from asyncdist.transports.base import ANY_SOURCE
 
@@ -24,26 +22,22 @@ class Admission:
 
     def __init__(
         self,
-        log: RankLog,
-        mailbox: Mailbox,
         inputs: PendingInputs,
         on_late: Callable[[], None],
         on_taken: Callable[[], None],
         deliver_losses: Callable[[], None],
     ) -> None:
-        self._log = log
-        self._mailbox = mailbox
+        self._log = inputs.log
+        self._mailbox = inputs.mailbox
         self._inputs = inputs
         self._on_late = on_late
         self._on_taken = on_taken
         self._deliver_losses = deliver_losses
-        self._early = Counter(log.early)
+        self._early = Counter(inputs.log.early)
         self._permitted: deque[Key] = deque()
-        self._engine: ObservedEngine
 
-    def open(self, engine: ObservedEngine) -> None:
+    def open(self) -> None:
         """Begin to admit messages in the recorded order, just before main starts."""
-        self._engine = engine
         self._early.clear()  # drops messages recorded before main, because a replay may need fewer of them
 
     @property
@@ -69,7 +63,7 @@ class Admission:
         for key, count in self._early.items():
             if count and fits(key, source, tag) and self._mailbox.count(key):
                 return key
-        if not self._inputs.is_open or self._engine._in_pass:
+        if not self._inputs.is_open or self._inputs.engine._in_pass:
             return None
         return self._key_of_task(source, tag)
 
@@ -92,7 +86,7 @@ class Admission:
                     return key
                 late.append(pending)  # in the recorded run, the task received these messages in turn without waiting
         for pending in late:
-            pending.late_for = asyncio.current_task(self._engine.loop)
+            pending.late_for = asyncio.current_task(self._inputs.loop)
         if late:
             self._on_late()
         return None
@@ -113,7 +107,7 @@ class Admission:
         for pending in itertools.takewhile(taken.is_same_point, self._inputs.upcoming()):
             if not isinstance(pending, ReceivedByTask) or pending.keys[0][1] != taken.keys[0][1]:
                 break
-            pending.late_for = asyncio.current_task(self._engine.loop)
+            pending.late_for = asyncio.current_task(self._inputs.loop)
         self._on_late()
 
 

@@ -60,17 +60,17 @@ class ReplayedEngine(ObservedEngine):
         if not condition():
             await gate.deliver_before_wait(condition)
         if deadline is None or gate.inputs.is_done:
-            if gate.inputs.is_cut_short:
+            if not gate.log.is_over:
                 deadline = None  # wait forever, because the rank stops at the end of its record
             return await super().until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
-        with gate.deadlines.waiting(what, deadline, self.recheck) as entry:
+        with gate.inputs.deadlines.waiting(what, deadline, self.recheck) as entry:
             gate.input_checks.look_soon()
 
             def holds() -> bool:
-                return entry.has_passed or condition()
+                return entry.is_over or condition()
 
             await super().until(holds, what, is_of_request=is_of_request, peers=peers)
-            return not entry.has_passed or condition()
+            return not entry.is_over or condition()
 
     async def park_until(
         self,
@@ -84,10 +84,10 @@ class ReplayedEngine(ObservedEngine):
         if not self.has_begun:
             return await super().park_until(waiter, is_ready, what, deadline, peers=peers)
         wake = functools.partial(resolve_waiter, waiter, None)
-        with self._gate.deadlines.waiting(what, deadline, wake) as entry:
+        with self._gate.inputs.deadlines.waiting(what, deadline, wake) as entry:
             self._gate.input_checks.look_soon()
             await self.park(waiter, what, peers=peers)
-            return not entry.has_passed or is_ready()
+            return not entry.is_over or is_ready()
 
     async def park(
         self,
@@ -100,24 +100,24 @@ class ReplayedEngine(ObservedEngine):
         if not self.has_begun:
             await super().park(waiter, what, is_of_request=is_of_request, peers=peers)
             return
-        tasks = self._gate.tasks
+        gate = self._gate
         task = asyncio.current_task()
         if not is_of_request and not waiter.done():
-            await self._gate.deliver_before_wait(waiter.done)
-            if task is tasks.user:
-                await self._gate.deliver_without_wait(waiter)
+            await gate.deliver_before_wait(waiter.done)
+            if task is gate.user:
+                await gate.deliver_without_wait(waiter)
             if waiter.done() and self.failure is None:  # the task did not wait in the recorded run
                 await waiter
                 return
-        if task is tasks.main and not waiter.done():
-            tasks.main = None  # the task waits for something other than a safe point
-        tasks.waiters[task] = waiter
-        tasks.counted |= set() if is_of_request else {task}
+        if task is gate.main and not waiter.done():
+            gate.main = None  # the task waits for something other than a safe point
+        gate.waiters[task] = waiter
+        gate.counted |= set() if is_of_request else {task}
         try:
             await super().park(waiter, what, is_of_request=is_of_request, peers=peers)
         finally:
-            del tasks.waiters[task]
-            tasks.counted.discard(task)
+            del gate.waiters[task]
+            gate.counted.discard(task)
 
     async def _settled(self, future: asyncio.Future[T], counts: bool) -> T:
         result = await future
@@ -138,11 +138,12 @@ class ReplayedEngine(ObservedEngine):
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
         if not self.has_begun:
             return super().call_later(delay_s, what, call, *args)
-        return self._gate.timers.call_later(delay_s, what, call, *args)
+        call_at = self._gate.inputs.timers.call_at
+        return call_at(self.loop.time() + delay_s, what, functools.partial(call, *args))
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         if self.has_begun:
-            self._gate.sleep_timers.wake_by(what, wake)
+            self._gate.wake_by(what, wake)
         else:
             wake()
 
@@ -167,7 +168,7 @@ class ReplayedEngine(ObservedEngine):
         def wake() -> None:
             resolve_waiter(waiter, gone(dest) if dest in self.transport.lost_ranks() else None)
 
-        self._gate.sleep_timers.wake_by(what, wake)
+        self._gate.wake_by(what, wake)
         if is_end_of_stream(what):  # the recorded task waited for a condition instead of a request
             await super().until(waiter.done, what, is_of_request=True)
         else:
@@ -195,13 +196,13 @@ class ReplayedEngine(ObservedEngine):
             return
         waiter = self.loop.create_future()
         wake = functools.partial(resolve_waiter, waiter, None)
-        with gate.deadlines.waiting(what, self.loop.time(), wake):
+        with gate.inputs.deadlines.waiting(what, self.loop.time(), wake):
             gate.input_checks.look_soon()
             if not remains_in_record:  # the job's failure ended the collective, or main ended first
                 await self.park(waiter, what, is_of_request=True)
                 return
-            if asyncio.current_task() is gate.tasks.main:
-                gate.tasks.main = None
+            if asyncio.current_task() is gate.main:
+                gate.main = None
             gate.pause.begin_if_late()
             await waiter
         self._note_wait_ended(True)

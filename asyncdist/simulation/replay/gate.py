@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncdist.messaging.engine import yield_to_loop
@@ -31,7 +31,6 @@ from asyncdist.simulation.replay.log import (
 )
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.pending_inputs import PendingInputs
-from asyncdist.simulation.replay.timers import Deadlines, SleepTimers, Timers
 from asyncdist.waits import WaitId, WaitKind
 
 #: Maximum virtual seconds to hold back a message until the rank reaches the safe point that followed it when recorded.
@@ -41,25 +40,6 @@ _DEFERRAL_S: Final = 1.0
 _WORK_S: Final = 100.0
 #: Maximum number of attempts to reach the point at which an input was recorded, by letting the other tasks run.
 _TRY_COUNT: Final = 20
-
-
-@dataclass(slots=True)
-class Tasks:
-    """Waiting tasks of a replayed rank.
-
-    Attributes:
-        waiters: Future for which each task waits, keyed by task.
-        counted: Tasks whose waits are counted in the record.
-        woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
-        user: Task that reached the last safe point.
-        main: The task ``user``, or None while it waits for something other than a safe point.
-    """
-
-    waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = field(default_factory=dict)
-    counted: set[asyncio.Task[Any] | None] = field(default_factory=set)
-    woken_late: set[asyncio.Task[Any] | None] = field(default_factory=set)
-    user: asyncio.Task[Any] | None = None
-    main: asyncio.Task[Any] | None = None
 
 
 class Gate:
@@ -73,6 +53,11 @@ class Gate:
 
     Attributes:
         has_stopped: Whether the rank has reached the end of its record or of its main.
+        waiters: Future for which each task waits, keyed by task.
+        counted: Tasks whose waits are counted in the record.
+        woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
+        user: Task that reached the last safe point.
+        main: The task ``user``, or None while it waits for something other than a safe point.
     """
 
     def __init__(
@@ -86,29 +71,23 @@ class Gate:
     ) -> None:
         self.rank = rank
         self.log = log
-        self.tasks = Tasks()
+        self.waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = {}
+        self.counted: set[asyncio.Task[Any] | None] = set()
+        self.woken_late: set[asyncio.Task[Any] | None] = set()
+        self.user: asyncio.Task[Any] | None = None
+        self.main: asyncio.Task[Any] | None = None
         self.comparison = Comparison(rank, log, found)
         self.has_stopped = self._is_at_end_of_record = False
         self._is_cut_off = is_cut_off
         self._mailbox = mailbox
         self._loop = loop
-        self.timers = Timers(loop)
-        self.deadlines = Deadlines(loop)
-        self.inputs = PendingInputs(log, mailbox, self.timers, self.deadlines, loop.time)
+        self.inputs = PendingInputs(log, mailbox, loop)
         self.inputs.catch_up = self._catch_up
-        self.pause = Pause(self.inputs, loop, lambda: not self._is_main_running(), self._catch_up)
+        self.pause = Pause(self.inputs, lambda: not self._is_main_running())
         self.admission = Admission(
-            log,
-            mailbox,
-            self.inputs,
-            self.pause.begin_if_late,
-            lambda: self.input_checks.look_soon(),
-            self.deliver_losses,
+            self.inputs, self.pause.begin_if_late, lambda: self.input_checks.look_soon(), self.deliver_losses
         )
-        self.input_checks = InputChecks(
-            self.inputs, self.admission, self.timers, self.deadlines, loop, self._deliver, self._catch_up
-        )
-        self.sleep_timers = SleepTimers(loop, self.timers, self.inputs.remains_in_record, self.input_checks.look_soon)
+        self.input_checks = InputChecks(self.inputs, self.admission, self._deliver)
         self._deferred: RecordedInput | None = None
         self._deferred_until_s = 0.0
         self._ring: Callable[[], None] = lambda: None
@@ -118,10 +97,12 @@ class Gate:
     def open(self, engine: ObservedEngine) -> None:
         """Begin to deliver the recorded inputs, just before the user's ``main`` starts."""
         self._engine = engine
-        for part in (self.inputs, self.admission, self.pause, self.input_checks, self.sleep_timers):
-            part.open(engine)
+        self.inputs.open(engine)
+        self.admission.open()
+        self.pause.context = contextvars.copy_context()
+        self.input_checks.look_soon()
         if self.log.tells_sleeps:
-            set_sleeps_by(self._loop, self.sleep_timers.set_sleep)
+            set_sleeps_by(self._loop, self._set_sleep)
 
     @property
     def has_stopped_at_cut(self) -> bool:
@@ -141,7 +122,7 @@ class Gate:
             return missing
         unrecorded = [
             peer
-            for waiter in self.tasks.waiters.values()
+            for waiter in self.waiters.values()
             if (what := self._engine.awaited(waiter)) is not None and self.log.is_without_messages(what.tag)
             for peer in self._engine.awaited_peers(waiter)
         ]
@@ -169,6 +150,30 @@ class Gate:
         ):
             self._deliver(pending)
 
+    def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
+        """Call ``wake`` at the point at which the task woke in the recorded run, or at once if none is recorded."""
+        if self.inputs.remains_in_record(what):
+            self._set_sleep(what, self._loop.time(), wake, (), None)
+        else:
+            wake()
+
+    def _set_sleep(
+        self,
+        what: WaitId,
+        when_s: float,
+        callback: Callable[..., object],
+        args: tuple[object, ...],
+        context: contextvars.Context | None,
+    ) -> Any:
+        """Set a timer that fires at the recorded point: one of asyncio, or the end of work in a thread."""
+
+        def fire() -> None:
+            self._loop.call_soon(self._engine._note_wait_ended, True)
+            callback(*args)
+
+        self.input_checks.look_soon()
+        return self.inputs.timers.call_at(when_s, what, fire, context)
+
     def note_sent(self, tag: int) -> None:
         """Count a sent message, and deliver the recorded inputs that are due after it."""
         self.inputs.note_sent(tag)
@@ -193,18 +198,18 @@ class Gate:
                 self._mailbox.lose(rank)
                 self._engine.poll()  # fails the receives from the lost rank
             case TimerFired(what=what):
-                self.timers.fire(what)
+                self.inputs.timers.fire(what)
                 self._engine.recheck()
             case DeadlineExpired(what=what) | CollectiveEnd(what=what):
-                self.deadlines.expire(what)
+                self.inputs.deadlines.fire(what)
 
     def _deliver_late(self, task: asyncio.Task[Any]) -> bool:
         """Deliver a message for which ``task`` did not wait in the recorded run. Return whether ``task`` resumes."""
         self._engine.poll()
-        if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
+        if task in self.woken_late or (waiter := self.waiters.get(task)) is None or not waiter.done():
             return False
-        self.tasks.woken_late.add(task)
-        self._engine.begun_count -= task in self.tasks.counted
+        self.woken_late.add(task)
+        self._engine.begun_count -= task in self.counted
         return True
 
     def _end_streams(self, taken: ReceivedMessages) -> None:
@@ -213,15 +218,15 @@ class Gate:
             if (
                 not isinstance(pending, TimerFired)
                 or not is_end_of_stream(pending.what)
-                or not self.timers.has(pending.what)
+                or not self.inputs.timers.has(pending.what)
             ):
                 return
             self.inputs.remove(pending)
-            self.timers.fire(pending.what)
+            self.inputs.timers.fire(pending.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
         """If the user's task waits for one of these messages, wake it first, as a timeout did in the recorded run."""
-        if (waiter := self.tasks.waiters.get(self.tasks.user)) is None:
+        if (waiter := self.waiters.get(self.user)) is None:
             return
         what, peers = self._engine.awaited(waiter), frozenset(self._engine.awaited_peers(waiter))
         if what is not None and any(tag == what.tag and source in peers for source, tag in keys):
@@ -279,7 +284,7 @@ class Gate:
 
     async def before_wait_ends(self) -> None:
         """Deliver all inputs that were recorded before the current wait ended, unless they ended a wait themselves."""
-        if asyncio.current_task(self._loop) in self.tasks.woken_late:  # the task did not wait in the recorded run
+        if asyncio.current_task(self._loop) in self.woken_late:  # the task did not wait in the recorded run
             return
         for _ in range(_TRY_COUNT):
             self._catch_up()
@@ -317,18 +322,18 @@ class Gate:
             return
         self._catch_up()
         task = asyncio.current_task(self._loop)
-        if task in self.tasks.woken_late:
-            self.tasks.woken_late.remove(task)
+        if task in self.woken_late:
+            self.woken_late.remove(task)
             self._engine.woken_count -= counts
         self.pause.begin_if_late(counts)
         self.input_checks.look_soon()  # the next recorded input may now be due
 
     def _is_main_running(self) -> bool:
-        return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
+        return self.main is not None and asyncio.current_task(self._loop) is self.main
 
     async def pass_safe_point(self) -> None:
         """Poll and yield as often as in the recorded safe point."""
-        self.tasks.main = self.tasks.user = asyncio.current_task()
+        self.main = self.user = asyncio.current_task()
         if self._engine.virtual_clock is not None:
             await self._engine.virtual_clock.before_safe_point()
         while self.pause.is_on:
@@ -337,7 +342,7 @@ class Gate:
         if self.inputs.next_entry() is None and not self.log.is_over:
             await self._stop()
         turn_count = self.inputs.begin_point()
-        self.tasks.woken_late.clear()
+        self.woken_late.clear()
         try:
             for turn in range(0, max(turn_count, 2), 2):
                 await self._deliver_turn(turn)

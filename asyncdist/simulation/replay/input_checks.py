@@ -7,12 +7,9 @@ import contextvars
 from collections.abc import Callable
 from typing import Final
 
-from asyncdist.runtime.recording import ObservedEngine
-from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.log import RecordedInput
 from asyncdist.simulation.replay.pending_inputs import PendingInputs
-from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 
 #: Shortest pause between two checks of the next recorded input, in virtual seconds. Other ranks send it in no time.
@@ -26,36 +23,18 @@ PATIENCE_S: Final = 300.0
 class InputChecks:
     """Checks, shortly after each event, whether the next recorded input of a replayed rank is due.
 
-    ``deliver`` delivers one input, and ``catch_up`` all inputs that are due.
+    ``deliver`` delivers one input.
     """
 
-    def __init__(
-        self,
-        inputs: PendingInputs,
-        admission: Admission,
-        timers: Timers,
-        deadlines: Deadlines,
-        loop: RankLoop,
-        deliver: Callable[[RecordedInput], None],
-        catch_up: Callable[[], None],
-    ) -> None:
+    def __init__(self, inputs: PendingInputs, admission: Admission, deliver: Callable[[RecordedInput], None]) -> None:
         self._inputs = inputs
         self._admission = admission
-        self._timers = timers
-        self._deadlines = deadlines
-        self._loop = loop
+        self._loop = inputs.loop
         self._deliver = deliver
-        self._catch_up = catch_up
         self._has_main_ended = False
         self._timer: Handle | None = None
         self._look_at_s = 0.0
         self._deferred: RecordedInput | None = None
-        self._engine: ObservedEngine
-
-    def open(self, engine: ObservedEngine) -> None:
-        """Begin to deliver the recorded inputs, just before the user's ``main`` starts."""
-        self._engine = engine
-        self.look_soon()
 
     def note_end(self) -> None:
         """Record that main has ended. From now on, inputs are delayed only briefly."""
@@ -75,12 +54,12 @@ class InputChecks:
         """Deliver the next recorded input, unless user code must reach a safe point first."""
         self._timer = None
         if self._inputs.is_done:
-            if not self._inputs.is_cut_short:  # a rank whose record is cut short stays paused
+            if self._inputs.log.is_over:  # a rank whose record is cut short stays paused
                 self._release()
             return
         if self._inputs.is_in_point:
             return
-        self._catch_up()
+        self._inputs.catch_up(0)
         pending = self._inputs.next()
         if pending is None:
             if self._has_main_ended:
@@ -111,35 +90,27 @@ class InputChecks:
         self._release()
 
     def _release(self) -> None:
-        self._timers.release()
-        self._deadlines.release()
-        self._engine.ring()
+        self._inputs.timers.release()
+        self._inputs.deadlines.release()
+        self._inputs.engine.ring()
 
 
 class Pause:
     """Pauses a replayed rank after its current step until its next recorded message has arrived.
 
     This cannot deadlock, because the recorded sender needed nothing more from this rank before it sent the message.
-    ``can_begin`` returns whether the rank may be paused now. ``on_end`` is called when the message has arrived, before
-    anything else runs.
+    ``can_begin`` returns whether the rank may be paused now. When the message has arrived, all due inputs are delivered
+    before anything else runs, in ``context``, the context in which the user's ``main`` starts.
     """
 
-    def __init__(
-        self, inputs: PendingInputs, loop: RankLoop, can_begin: Callable[[], bool], on_end: Callable[[], None]
-    ) -> None:
+    context: contextvars.Context
+
+    def __init__(self, inputs: PendingInputs, can_begin: Callable[[], bool]) -> None:
         self.is_on = False
         self._inputs = inputs
-        self._loop = loop
+        self._loop = inputs.loop
         self._can_begin = can_begin
-        self._on_end = on_end
         self._until_s = self._ends_at_s = 0.0
-        self._engine: ObservedEngine
-        self._context: contextvars.Context
-
-    def open(self, engine: ObservedEngine) -> None:
-        """Store the engine and the context in which the user's ``main`` is about to start."""
-        self._engine = engine
-        self._context = contextvars.copy_context()
 
     def begin_if_late(self, ending_count: int = 0) -> None:
         """Pause the rank if its next recorded message is due but has not arrived."""
@@ -173,8 +144,8 @@ class Pause:
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self._loop)
         try:
-            self._context.run(self._on_end)
+            self.context.run(self._inputs.catch_up, 0)
         except Exception as error:
-            self._engine.fail(error)
+            self._inputs.engine.fail(error)
         finally:
             asyncio._set_running_loop(before)

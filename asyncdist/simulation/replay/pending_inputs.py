@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from asyncdist.runtime.recording import ObservedEngine
+from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.log import (
     COLLECTIVE_TAGS,
     FAILED,
@@ -30,7 +31,7 @@ from asyncdist.simulation.replay.log import (
     end_of_collective,
 )
 from asyncdist.simulation.replay.mailbox import Mailbox
-from asyncdist.simulation.replay.timers import Deadlines, Timers
+from asyncdist.simulation.replay.timers import Timers
 from asyncdist.waits import WaitId
 
 
@@ -38,6 +39,8 @@ class PendingInputs:
     """Stores a replayed rank's remaining recorded inputs, and the point that the rank has reached in its record.
 
     Attributes:
+        timers, deadlines: Timers of the rank, and deadlines of its waits.
+        engine: Engine of the rank, which counts the ended waits. Not set before the world is open.
         is_open: Whether the rank's world is open. Before that, no input is delivered.
         progress_count: Number of inputs delivered and safe points begun.
         catch_up: Function that delivers all inputs that are due. Its argument is the number of inputs, from the start
@@ -46,19 +49,19 @@ class PendingInputs:
         reached_s: Recorded time, on the rank's clock, of the last delivered input or begun safe point.
     """
 
-    def __init__(
-        self, log: RankLog, mailbox: Mailbox, timers: Timers, deadlines: Deadlines, now: Callable[[], float]
-    ) -> None:
+    engine: ObservedEngine
+
+    def __init__(self, log: RankLog, mailbox: Mailbox, loop: RankLoop) -> None:
+        self.log = log
+        self.mailbox = mailbox
+        self.loop = loop
+        self.timers = Timers(loop)
+        self.deadlines = Timers(loop)
         self.is_open = False
         self.progress_count = 0
         self.progressed_at_s = self.reached_s = 0.0
         self.catch_up: Callable[[int], None] = lambda _: None
         self.seen_count = 0
-        self._log = log
-        self._mailbox = mailbox
-        self._timers = timers
-        self._deadlines = deadlines
-        self._now = now
         self._point: SafePoint | None = None
         self._points = deque(entry for entry in log.entries if isinstance(entry, SafePoint))  # recorded, not yet begun
         self._turn = 0
@@ -67,23 +70,17 @@ class PendingInputs:
         self._named = Counter(
             pending.what for pending in _all_of(log) if isinstance(pending, (TimerFired, CollectiveEnd))
         )
-        self._engine: ObservedEngine  # counts the ended waits
 
     def open(self, engine: ObservedEngine) -> None:
         """Begin to count waits and messages, just before the user's ``main`` starts."""
-        self._engine = engine
+        self.engine = engine
         self._sent_count = engine.woken_count = engine.begun_count = 0
         self.is_open = True
 
     @property
     def is_done(self) -> bool:
         """Whether the rank's whole record has been replayed."""
-        return not self._log.entries and self._point is None
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether the record ends before the rank's main did."""
-        return not self._log.is_over
+        return not self.log.entries and self._point is None
 
     @property
     def is_in_point(self) -> bool:
@@ -96,7 +93,7 @@ class PendingInputs:
 
     def next_entry(self) -> Entry | None:
         """Return the next recorded input or safe point, or None at the end of the record."""
-        return self.next() or next(iter(self._log.entries), None)
+        return self.next() or next(iter(self.log.entries), None)
 
     def upcoming(self) -> Iterator[RecordedInput]:
         """Yield the recorded inputs up to the next safe point, or up to the end of the current turn of a safe point."""
@@ -106,7 +103,7 @@ class PendingInputs:
             yield pending
 
     def _all_upcoming(self) -> deque[Any]:
-        return self._log.entries if self._point is None else self._point.inputs
+        return self.log.entries if self._point is None else self._point.inputs
 
     def remains_in_record(self, what: WaitId) -> bool:
         """Return whether a timer, or the end of a collective, with this identity remains in the record."""
@@ -130,32 +127,32 @@ class PendingInputs:
 
     def clear(self) -> None:
         """Drop the rest of the record."""
-        self._log.entries.clear()
+        self.log.entries.clear()
         self._points.clear()
         self._named.clear()
 
     def idle_s(self) -> float:
         """Return the recorded seconds from the last delivered input to the next one, or to the end of the record."""
         entry = self.next_entry()
-        return (self._log.end_s if entry is None else entry.time_s) - self.reached_s
+        return (self.log.end_s if entry is None else entry.time_s) - self.reached_s
 
     def _note_progress(self, entry: Entry) -> None:
-        self.progressed_at_s = self._now()
+        self.progressed_at_s = self.loop.time()
         self.reached_s = max(self.reached_s, entry.time_s)  # a safe point that is not in the record has no time
         self.progress_count += 1
 
     def is_point_due(self) -> bool:
         """Return whether the rank has ended all waits and sent all messages that were recorded before a safe point."""
-        point = self._log.entries[0] if self._log.entries else None
+        point = self.log.entries[0] if self.log.entries else None
         return not isinstance(point, SafePoint) or (
-            point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
+            point.woken_count <= self.engine.woken_count and point.sent_count <= self._sent_count
         )
 
     def is_received_at_point(self, pending: RecordedInput) -> bool:
         """Return whether main must reach its next safe point before this message wakes a task."""
         if self._point is not None or type(pending) is not ReceivedMessages:
             return False
-        return bool(self._points) and self._points[0].woken_count <= self._engine.woken_count
+        return bool(self._points) and self._points[0].woken_count <= self.engine.woken_count
 
     def first_late(self) -> ReceivedByTask | None:
         """Return the first message recorded after the next safe point if a task already waits for it, or None."""
@@ -166,8 +163,8 @@ class PendingInputs:
         """Return whether exactly one wait ended between the next input ``pending`` and the next recorded safe point."""
         if self._point is not None or len(pending.keys) == 1:
             return False
-        entry = next(iter(self._log.entries), None)
-        return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
+        entry = next(iter(self.log.entries), None)
+        return isinstance(entry, SafePoint) and entry.woken_count == self.engine.woken_count + 1
 
     def collective_end_after(self, pending: RecordedInput) -> tuple[CollectiveEnd, bool] | None:
         """Return the recorded end of a collective that resumed a task before this input resumed another task.
@@ -195,19 +192,19 @@ class PendingInputs:
 
     def begin_point(self) -> int:
         """Begin the next safe point, and return its recorded number of turns (polling passes and yields)."""
-        entries = self._log.entries
+        entries = self.log.entries
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint), f"{point} has to be seen before this safe point"
         if self._points:
             self._points.popleft()
         self._point = point
-        self._engine.woken_count = self._engine.begun_count = self._sent_count = 0
+        self.engine.woken_count = self.engine.begun_count = self._sent_count = 0
         self._note_progress(point)
         return point.turn_count
 
     def set_turn(self, turn: int) -> None:
         """Set the current turn (polling pass or yield) of the safe point."""
-        self._turn = self._engine.turn = turn
+        self._turn = self.engine.turn = turn
 
     def end_point(self) -> None:
         """End the safe point, so that the inputs recorded after it are next."""
@@ -215,21 +212,21 @@ class PendingInputs:
 
     def note_sent(self, tag: int) -> None:
         """Count a message sent by the rank."""
-        self._sent_count += not (self._log.is_native and tag in COLLECTIVE_TAGS)
+        self._sent_count += not (self.log.is_native and tag in COLLECTIVE_TAGS)
 
     def is_due(self, pending: RecordedInput, ending_count: int = 0) -> bool:
         """Return whether the rank has reached the point at which this input was recorded."""
         if not isinstance(pending, ReceivedMessages) and not self.is_possible(pending):
             return False  # the rank must first set a timer or begin a wait
         return (
-            pending.woken_count <= self._engine.woken_count + ending_count
-            and pending.begun_count <= self._engine.begun_count
+            pending.woken_count <= self.engine.woken_count + ending_count
+            and pending.begun_count <= self.engine.begun_count
             and pending.sent_count <= self._sent_count
         )
 
     def is_before_next_begin(self, pending: RecordedInput) -> bool:
         """Return whether this input was recorded before the rank's next wait began."""
-        engine = self._engine
+        engine = self.engine
         return (
             type(pending) in (ReceivedMessages, TimerFired)
             and pending.woken_count <= engine.woken_count
@@ -246,9 +243,9 @@ class PendingInputs:
             case ReceivedMessages():
                 return not self.missing_sources(pending)
             case DeadlineExpired(what=what) | CollectiveEnd(what=what):
-                return self._deadlines.has(what)
+                return self.deadlines.has(what)
             case TimerFired(what=what):
-                return self._timers.has(what)
+                return self.timers.has(what)
             case _:
                 return True
 
@@ -256,7 +253,7 @@ class PendingInputs:
         """Return the sources of the recorded messages that have not arrived yet."""
         if not isinstance(pending, ReceivedMessages):
             return set()
-        return {key[0] for key, count in self._keys_with(pending).items() if self._mailbox.count(key) < count}
+        return {key[0] for key, count in self._keys_with(pending).items() if self.mailbox.count(key) < count}
 
     def _keys_with(self, first: ReceivedMessages) -> Counter[Key]:
         """Count the messages, keyed by source and tag, in this input and in the tasks' direct receives after it."""
@@ -275,16 +272,16 @@ class PendingInputs:
 
     def seen_before_reading(self) -> int:
         """Return the number of recorded inputs before the next recorded clock reading."""
-        firsts = (readings[0] for readings in self._log.clock.values() if readings)
+        firsts = (readings[0] for readings in self.log.clock.values() if readings)
         reading = min(firsts, key=lambda reading: reading.number, default=None)
         return 0 if reading is None else reading.seen_count
 
     def read_clock(self) -> float:
         """Return the time recorded for the calling line of code, or the virtual time before the world is open."""
         if not self.is_open:
-            return self._now()
-        readings = self._log.clock[sys._getframe(1).f_lineno]
-        if readings and readings[0].seen_count > self.seen_count and not self._engine._in_pass:
+            return self.loop.time()
+        readings = self.log.clock[sys._getframe(1).f_lineno]
+        if readings and readings[0].seen_count > self.seen_count and not self.engine._in_pass:
             # In the recorded run, the rank received more inputs before this reading, and the caller may depend on them.
             self.catch_up(readings[0].seen_count)
         while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:

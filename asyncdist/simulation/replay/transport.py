@@ -50,18 +50,17 @@ class ReplayTransport(Transport):
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         self._gate.deliver_losses()
-        if dest in self._own.lost:
-            self._gate.note_sent(tag)
-            return _SentToLost(dest)
-        self._mailboxes[dest].put(self.rank, tag, bytes(as_bytes(buffer)))
+        is_lost = dest in self._own.lost
+        if not is_lost:
+            self._mailboxes[dest].put(self.rank, tag, bytes(as_bytes(buffer)))
         self._gate.note_sent(tag)
-        return _SENT
+        return _Sent(dest if is_lost else None)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         return _Receive(self._gate.admission, self._own.lost, as_bytes(buffer), source, tag)
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        return _PersistentReceive(self._gate.admission, self._own.lost, as_bytes(buffer), ANY_SOURCE, tag)
+        return _Receive(self._gate.admission, self._own.lost, as_bytes(buffer), ANY_SOURCE, tag)
 
     def lost_ranks(self) -> frozenset[int]:
         return frozenset(self._own.lost)
@@ -96,30 +95,25 @@ class ReplayTransport(Transport):
 
 
 class _Sent:
-    """A send that has completed, because its message is already in the receiver's mailbox."""
+    """A send that has completed, because its message is already in the receiver's mailbox.
+
+    If the sender has been notified of the loss of its receiver ``lost``, the send fails.
+    """
 
     cancelled = False
     source = -1
     nbytes = 0
 
+    def __init__(self, lost: int | None) -> None:
+        self._lost = lost
+
     def test(self) -> bool:
+        if self._lost is not None:
+            raise gone(self._lost)
         return True
 
     def cancel(self) -> None:
         pass
-
-
-_SENT = _Sent()
-
-
-class _SentToLost(_Sent):
-    """A send that fails, because the sender has been notified of the receiver's loss."""
-
-    def __init__(self, dest: int) -> None:
-        self._dest = dest
-
-    def test(self) -> bool:
-        raise gone(self._dest)
 
 
 class _Receive:
@@ -146,6 +140,9 @@ class _Receive:
         self.source, self.nbytes = key[0], len(data)
         return self.source, self.nbytes
 
+    def start(self) -> None:
+        self.cancelled = False
+
     def is_for(self, key: Key) -> bool:
         """Return whether this receive waits for a message with this source and tag."""
         return not self.cancelled and fits(key, self._from, self._tag)
@@ -159,8 +156,3 @@ class _Receive:
 
     def cancel(self) -> None:
         self.cancelled = True
-
-
-class _PersistentReceive(_Receive):
-    def start(self) -> None:
-        self.cancelled = False
