@@ -26,8 +26,7 @@ import asyncdist as ad
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.writer import SUFFIX
 from asyncdist.report import commands, page
-from asyncdist.simulation.replay.job import ReplayedJob
-from asyncdist.simulation.replay.replay import check_replayable
+from asyncdist.simulation.replay.replay import ReplayedJob, check_replayable
 from asyncdist.story import command as story
 from asyncdist.waits import WaitId, WaitKind
 from fuzzing.mutations import mutate, odd_value

@@ -18,7 +18,7 @@ import asyncdist as ad
 from asyncdist import waits
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.simulation import Compute, DivergenceError, Network, Uniform, replay, simulate
-from asyncdist.simulation.replay import job as replayed_job
+from asyncdist.simulation.replay import replay as replayed_job
 from asyncdist.waits import WaitKind
 from simulation.edited_records import Word, edit_headers, keep_events, with_fields
 

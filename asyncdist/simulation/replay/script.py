@@ -29,8 +29,7 @@ from asyncdist.simulation.exploration.fault_plans import ScriptError
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.processes.debugger import RankDebugger
 from asyncdist.simulation.replay.comparison import DivergenceError
-from asyncdist.simulation.replay.job import draw_as, torch_state_of
-from asyncdist.simulation.replay.replay import Replayed, check_replayable, replay
+from asyncdist.simulation.replay.replay import Replayed, check_replayable, draw_as, replay, torch_state_of
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of
 from asyncdist.simulation.simulate import keeps_recordings
