@@ -291,9 +291,9 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _top(options: argparse.Namespace) -> int:
     if options.web:
-        from asyncdist.report.live_page import command  # imported only here, because it loads numpy
+        from asyncdist.report.live_page import server  # imported only here, because it loads numpy
 
-        return command.run(options.job, options.port or 0)
+        return server.run(options.job, options.port or 0)
     if options.port is not None:
         _Parser(prog="asyncdist top").error("--port is the port of the page; add --web")
     from asyncdist.live import top  # imported only here, because it loads msgspec

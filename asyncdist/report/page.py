@@ -15,17 +15,17 @@ from plotly.offline import get_plotlyjs
 
 from asyncdist.recording.reader import Recording
 from asyncdist.report.conclusions import conclusions
-from asyncdist.report.figures.average_figures import average_sections
-from asyncdist.report.figures.drawing import (
+from asyncdist.report.figures import (
     ROUND_COUNT_MAX,
+    average_sections,
     evenly,
+    hyperparameter_sections,
     name_ranks,
     named_ranks,
     new_figure,
     scale,
     times,
 )
-from asyncdist.report.figures.hyperparameter_figures import hyperparameter_sections
 from asyncdist.report.summary import Round, Summary, summarise
 from asyncdist.wording import plural, ranks_in_words, size_in_words
 

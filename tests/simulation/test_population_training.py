@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 
 import asyncdist as ad
 from asyncdist.recording.reader import read_recording
-from asyncdist.report.figures.hyperparameter_figures import hyperparameter_sections
+from asyncdist.report.figures import hyperparameter_sections
 from asyncdist.report.sql import query
 from asyncdist.report.summary import summarise
 from asyncdist.simulation import Kill, Restart, simulate

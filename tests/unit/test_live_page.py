@@ -26,10 +26,9 @@ from asyncdist import cli, environment
 from asyncdist.live.columns import COLUMNS, Readings, Row, columns, together
 from asyncdist.live.counters import PolicyCounters, RankCounters
 from asyncdist.live.top import JobView
-from asyncdist.report.live_page import history as history_module, snapshots
-from asyncdist.report.live_page.history import LINE_COUNT_MAX, POLICY_COUNT_MAX, History
+from asyncdist.report.live_page import snapshots
 from asyncdist.report.live_page.server import PageServer
-from asyncdist.report.live_page.snapshots import Snapshots
+from asyncdist.report.live_page.snapshots import LINE_COUNT_MAX, POLICY_COUNT_MAX, History, Snapshots
 from asyncdist.report.slow_ranks import slow_ranks_in_words
 from asyncdist.story import sockets
 
@@ -270,7 +269,7 @@ def test_sockets_that_return_are_those_of_a_running_job(
 
 
 def test_few_ranks_have_a_line_each_and_many_have_quantiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "POINT_COUNT_MAX", 20)
+    monkeypatch.setattr(snapshots, "POINT_COUNT_MAX", 20)
     for size in (LINE_COUNT_MAX, 512):
         history = History()
         rows = [Row(rank, counters(rank, size)) for rank in range(size) if rank != 1]

@@ -1,4 +1,4 @@
-"""Serves the page of a job on 127.0.0.1 to clients that know its token.
+"""Implements ``asyncdist top --web``: serves the page of a job on 127.0.0.1 to clients that know its token.
 
 The token protects the page from other users of the host, and from other pages in the reader's browser, which can send
 requests to any address. The check of the Host header protects it from pages whose name resolves to 127.0.0.1 (DNS
@@ -7,8 +7,12 @@ rebinding). The page loads nothing from other servers.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import os
 import secrets
+import socket
+import sys
 import urllib.parse
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -19,6 +23,7 @@ from typing import Final
 
 from asyncdist.live.address_server import AddressServer
 from asyncdist.report.live_page.snapshots import Snapshots
+from asyncdist.story.finding import chosen_job
 
 #: The only address on which the server listens.
 ADDRESS: Final = "127.0.0.1"
@@ -123,3 +128,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing, because requests contain the token."""
+
+
+def run(name: str | None, port: int) -> int:
+    """Serve the page of a job until Ctrl-C is pressed, and return the exit code.
+
+    ``name`` is the name of the job, or the pid of one of its processes or of their parent. None selects the only job.
+    Port 0 selects a free port.
+    """
+    job = chosen_job("top", name)
+    if job is None:
+        return 2
+    try:
+        server = PageServer(Snapshots(job), port)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        cure = "choose another port, or omit --port to use a free one"
+        print(f"asyncdist top: --port {port}: cannot listen at {ADDRESS}:{port} ({why}); {cure}", file=sys.stderr)
+        return 2
+    at = server.server_port
+    with contextlib.suppress(KeyboardInterrupt), server:
+        print(f"The page of job {job}: {server.url}")
+        print(f"From another computer, first run: ssh -N -L {at}:{ADDRESS}:{at} {socket.gethostname()}")
+        print("Whoever has the address can see the page. Ctrl-C ends the page; the job continues.", flush=True)
+        server.serve_forever()
+    return 0

@@ -1,25 +1,71 @@
-"""Draws the averaging rounds of a job, for its report."""
+"""Draws the figures of a report: averaging rounds, hyperparameters, and parts that all figures share."""
 
 from __future__ import annotations
 
 import html
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
 
 from asyncdist.report.averages import Average
-from asyncdist.report.figures.drawing import (
-    RANK_COUNT_MAX,
-    ROUND_COUNT_MAX,
-    evenly,
-    named_ranks,
-    new_figure,
-    times,
-)
 from asyncdist.report.summary import Summary
-from asyncdist.wording import seconds_in_words, size_in_words
+from asyncdist.wording import ranks_in_words, seconds_in_words, size_in_words
+
+#: Maximum numbers of rounds and of ranks that a figure or a table shows.
+ROUND_COUNT_MAX: Final = 400
+RANK_COUNT_MAX: Final = 64
+#: Maximum numbers of hyperparameters, and of values per rank, to draw.
+FIGURE_COUNT_MAX: Final = 12
+VALUE_COUNT_MAX: Final = 200
+#: Ratio of the largest to the smallest value from which the axis is logarithmic.
+_LOG_FACTOR: Final = 20.0
+
+
+def name_ranks(figure: go.Figure, size: int, axes: str) -> None:
+    """Label every rank on the given axes ("x", "y" or "xy"), unless there are more than 32 ranks."""
+    if size <= 32:
+        for axis in axes:
+            figure.update_layout({f"{axis}axis_dtick": 1})
+
+
+def new_figure(height: int, x: str, y: str) -> go.Figure:
+    """Return an empty figure. ``x`` and ``y`` are the titles of its axes, and ``height`` is in pixels."""
+    figure = go.Figure()
+    figure.update_layout(
+        template="plotly_white",
+        height=height,
+        margin={"l": 60, "r": 20, "t": 36, "b": 50},
+        xaxis_title=x,
+        yaxis_title=y,
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.22, "yanchor": "top"},
+    )
+    return figure
+
+
+def scale(title: str, **more: Any) -> dict[str, Any]:
+    """Return the colour scale of a heat map. It is below the map, because a narrow window has no space at its side."""
+    place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
+    return {"title": {"text": title, "side": "bottom"}, **place, **more}
+
+
+def evenly(values: Sequence[Any], count: int) -> list[Any]:
+    """Return at most ``count`` evenly spaced elements of ``values``."""
+    if len(values) <= count:
+        return list(values)
+    return [values[int(place)] for place in np.linspace(0, len(values) - 1, count)]
+
+
+def times(seconds: Any) -> Any:
+    """Return times in seconds, rounded to 0.1 ms, in float32."""
+    return np.round(np.asarray(seconds, dtype=np.float64), 4).astype(np.float32)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return the names of ranks. At most 8 spans of consecutive ranks are named."""
+    return ranks_in_words(ranks, span_count_max=8) if ranks else "no rank"
 
 
 def average_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure | str | None]]:
@@ -31,12 +77,12 @@ def average_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure | s
         name = summary.populations[place].name if place < len(summary.populations) else ""
         whose = f" of {name}" if name and len(summary.populations) > 1 else ""
         if rounds:
-            yield f"Rounds of averaging{whose}", *_rounds(rounds)
+            yield f"Rounds of averaging{whose}", *_average_rounds(rounds)
             yield f"Mean changes{whose}", *_changes(rounds)
     yield "Contributions and waits", *_table(summary)
 
 
-def _rounds(rounds: Sequence[Average]) -> tuple[str, go.Figure]:
+def _average_rounds(rounds: Sequence[Average]) -> tuple[str, go.Figure]:
     shown = [each for each in evenly(rounds, ROUND_COUNT_MAX) if each.contribution_count]
     figure = new_figure(420, "seconds since the job began", "milliseconds since the first contribution")
     texts = [_text_of(each) for each in shown]
@@ -132,3 +178,39 @@ def _table(summary: Summary) -> tuple[str, str]:
     if more > 0:
         note += f" {RANK_COUNT_MAX} ranks with the longest and the shortest waits are shown; {more} are not."
     return note, f"<table>{''.join(rows)}</table>"
+
+
+def hyperparameter_sections(summary: Summary) -> Iterator[tuple[str, str, go.Figure]]:
+    """Yield title, note and figure of each hyperparameter that population based training has changed."""
+    names = list(dict.fromkeys(name for _, _, values in summary.hyperparameters for name in values))
+    for name in names[:FIGURE_COUNT_MAX]:
+        yield f"Hyperparameter {name}", *_figure_of(summary, name)
+
+
+def _figure_of(summary: Summary, name: str) -> tuple[str, go.Figure]:
+    figure = new_figure(320, "seconds since the job began", name)
+    by_rank: dict[int, list[tuple[float, Any]]] = {}
+    for time_s, rank, values in summary.hyperparameters:
+        if name in values:
+            by_rank.setdefault(rank, []).append((time_s, values[name]))
+    ranks = evenly(sorted(by_rank), RANK_COUNT_MAX)
+    for rank in ranks:
+        points = evenly(by_rank[rank], VALUE_COUNT_MAX)
+        points = [*points, (summary.duration_s, points[-1][1])]
+        moments = times([time_s for time_s, _ in points])
+        line = {"mode": "lines", "line": {"shape": "hv"}, "name": f"rank {rank}"}
+        figure.add_scatter(x=moments, y=[_shown(value) for _, value in points], **line)
+    numbers = [value for rank in ranks for _, value in by_rank[rank] if type(value) in (int, float)]
+    if numbers and min(numbers) > 0 and max(numbers) >= _LOG_FACTOR * min(numbers):
+        figure.update_yaxes(type="log")
+    note = (
+        "The value with which each rank trained. A line jumps when its rank copies another rank. Look for lines that"
+        " gather: those values were better at that time. Lines at the end of a range ask for a wider range."
+    )
+    if len(by_rank) > len(ranks):
+        note += f" {len(ranks)} of {len(by_rank)} ranks are shown."
+    return note, figure
+
+
+def _shown(value: Any) -> Any:
+    return value if type(value) in (int, float) else str(value)
