@@ -41,7 +41,7 @@ from asyncdist.recording.writer import SUFFIX
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.run import run_local_override, run_override
 from asyncdist.runtime.world import World
-from asyncdist.simulation.determinism.entropy import entropy_from
+from asyncdist.simulation.determinism.rng import entropy_from
 from asyncdist.simulation.exploration.explore import (
     TAIL_EVENT_COUNT,
     ExploreReport,

@@ -35,10 +35,9 @@ from asyncdist.runtime.stall_warnings import describe_task_wait
 from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Arguments, Compute
 from asyncdist.simulation.determinism.generators import Generators
-from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
 from asyncdist.simulation.determinism.patched_clocks import patched_clocks
 from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
-from asyncdist.simulation.determinism.sandbox import refused_outside
+from asyncdist.simulation.determinism.sandbox import one_at_a_time, refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.fabric import Fabric
@@ -242,7 +241,6 @@ class _Simulation:
             for index, f in enumerate(faults)
             if isinstance(f, Kill) and f.at_turn is not None
         }
-        self._compute = compute
         self._loops = [self._new_loop(rank) for rank in range(size)]
         self._earlier_loops: list[RankLoop] = []  # loops of killed processes that were replaced
         self._fabric.connect(self._loops)

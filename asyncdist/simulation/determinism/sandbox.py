@@ -3,6 +3,8 @@
 The calls in :data:`_ENTRIES` raise on the simulation's thread. Some libraries may start threads and processes, because
 their results are deterministic (a compiler, ``DataLoader`` workers) or do not reach the program (progress bars,
 TensorBoard). A trusted library is recognised by the first calling module outside the standard library.
+
+A process runs one simulation at a time, because a simulation patches functions process-wide.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import ProcessPoolExecutor
+from contextvars import ContextVar
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, NoReturn
 
@@ -39,6 +42,24 @@ TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
 _DISPLAY_ONLY: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
 #: Modules that start processes or threads for a caller. The caller determines whether this is allowed.
 _DELEGATES: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
+_lock: Final = threading.Lock()
+_is_inside: Final[ContextVar[bool]] = ContextVar("asyncdist_is_simulating", default=False)
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Wait until no other thread runs a simulation. Raise LocalProtocolError if the caller is inside a simulation."""
+    if _is_inside.get():
+        raise LocalProtocolError(
+            "a simulation cannot be started inside another simulation, and a simulation is already running in this "
+            "thread"
+        )
+    with _lock:
+        token = _is_inside.set(True)
+        try:
+            yield
+        finally:
+            _is_inside.reset(token)
 
 
 def refuse(what: str) -> NoReturn:
