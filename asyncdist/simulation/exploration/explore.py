@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from asyncdist import local_host, rank_program, validation
@@ -78,9 +78,9 @@ class Failure:
     traceback: str = field(repr=False)
     trace: tuple[str, ...] = field(repr=False)
     faults: tuple[Fault, ...]
-    minimal_faults: tuple[Fault, ...] | None
-    shrink_run_count: int
-    repeat: str
+    minimal_faults: tuple[Fault, ...] | None = None
+    shrink_run_count: int = 0
+    repeat: str = ""
     note: str = ""
 
     def __str__(self) -> str:
@@ -221,16 +221,11 @@ class _Passed:
 class _Failed:
     """A failure, described by strings because a user's exception may not be picklable."""
 
-    seed: int
-    kind: str
-    message: str
+    failure: Failure
     signature: str
-    traceback: str
-    trace: tuple[str, ...]
-    faults: tuple[Fault, ...]
 
 
-def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | None = None) -> _Passed | _Failed:
+def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | None) -> _Passed | _Failed:
     seen: list[tuple[tuple[Fault, ...], Trace, Mapping[int, RankResult]]] = []
     token = observer.set(lambda *simulation: seen.__setitem__(slice(None), [simulation]))
     try:
@@ -243,8 +238,8 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
         if isinstance(error, KeyboardInterrupt) and all(error is not outcome.error for outcome in outcomes.values()):
             raise  # this process was interrupted, not a simulated rank
         tail = () if trace is None else tuple(map(str, trace.events()[-TAIL_EVENT_COUNT:]))
-        kind = type(error).__qualname__
-        return _Failed(seed, kind, str(error), signature_of(error), format_error(error), tail, plan)
+        failure = Failure(seed, type(error).__qualname__, str(error), format_error(error), tail, plan)
+        return _Failed(failure, signature_of(error))
     finally:
         observer.reset(token)
     fired: Counter[str] = Counter()
@@ -293,19 +288,15 @@ class _Chunk:
     seconds: float
 
 
-def _run_chunk(payload: bytes, seeds: Sequence[int]) -> _Chunk:
+def _run_chunk(payload: bytes, seeds: Sequence[int], faults: Sequence[Fault] | None = None) -> _Chunk:
     scenario = unpack(payload)
     began_at = time.perf_counter()
     results: list[_Passed | _Failed] = []
     for seed in seeds:
-        results.append(_attempt(scenario, seed))
+        results.append(_attempt(scenario, seed, faults))
         if isinstance(results[-1], _Failed):
             break
     return _Chunk(results, time.perf_counter() - began_at)
-
-
-def _run_plan(payload: bytes, seed: int, faults: Sequence[Fault]) -> _Passed | _Failed:
-    return _attempt(unpack(payload), seed, faults)
 
 
 class _Progress:
@@ -365,23 +356,13 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
 
 
 def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failure:
-    attempts = _Attempts(runner, failed)
+    attempts, failure = _Attempts(runner, failed), failed.failure
     try:
-        minimal, note = _shrink(attempts, failed.faults, is_possible=takes_faults(scenario))
+        minimal, note = _shrink(attempts, failure.faults, is_possible=takes_faults(scenario))
     except BrokenProcessPool:
         minimal, note = None, "a process died while the plan was being shrunk"
-    return Failure(
-        seed=failed.seed,
-        kind=failed.kind,
-        message=failed.message,
-        traceback=failed.traceback,
-        trace=failed.trace,
-        faults=failed.faults,
-        minimal_faults=minimal,
-        shrink_run_count=attempts.count,
-        repeat=repeat_line(scenario, failed.seed, minimal if minimal != failed.faults else None, runner.hash_seed),
-        note=note,
-    )
+    repeat = repeat_line(scenario, failure.seed, minimal if minimal != failure.faults else None, runner.hash_seed)
+    return replace(failure, minimal_faults=minimal, shrink_run_count=attempts.count, repeat=repeat, note=note)
 
 
 def _shrink(
@@ -389,7 +370,7 @@ def _shrink(
 ) -> tuple[tuple[Fault, ...] | None, str]:
     """Return the minimal plan, or None, and a note that explains the result."""
     if not faults:
-        if attempts.fails_again():
+        if attempts.fails(None):
             return (), ""
         return (
             None,
@@ -412,29 +393,24 @@ class _Attempts:
     def __init__(self, runner: Inline | Pool, failed: _Failed) -> None:
         self._runner = runner
         self._failed = failed
-        self._known: dict[tuple[Fault, ...], bool] = {}
+        self._known: dict[tuple[Fault, ...] | None, bool] = {}
         self.count = 0
 
     @property
     def is_exhausted(self) -> bool:
         return self.count >= _SHRINK_RUN_COUNT
 
-    def fails(self, faults: Sequence[Fault]) -> bool:
-        plan = tuple(faults)
+    def fails(self, faults: Sequence[Fault] | None) -> bool:
+        """Return whether the seed fails in the same way with a plan, or with its own plan if ``faults`` is None."""
+        plan = None if faults is None else tuple(faults)
         if plan not in self._known:
             if self.is_exhausted:
                 return False
             self.count += 1
-            self._known[plan] = self._is_the_same(self._runner.submit(_run_plan, self._failed.seed, plan).result())
+            chunk: _Chunk = self._runner.submit(_run_chunk, [self._failed.failure.seed], plan).result()
+            result = chunk.results[0]
+            self._known[plan] = isinstance(result, _Failed) and result.signature == self._failed.signature
         return self._known[plan]
-
-    def fails_again(self) -> bool:
-        self.count += 1
-        chunk: _Chunk = self._runner.submit(_run_chunk, [self._failed.seed]).result()
-        return self._is_the_same(chunk.results[0])
-
-    def _is_the_same(self, result: _Passed | _Failed) -> bool:
-        return isinstance(result, _Failed) and result.signature == self._failed.signature
 
 
 def takes_faults(scenario: Any) -> bool:
