@@ -7,16 +7,35 @@ that all faults fired.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import validation
 from asyncdist.simulation.distributions import check_number, store
 from asyncdist.simulation.links import check_ranks
 
+_COUNTS: Final = frozenset({"at_turn", "at_message", "number"})
+_NUMBERS: Final = frozenset({"at_s", "until_s", "duration_s", "factor"})
+
+
+class _Checked:
+    """Checks the numbers of a fault. Raises an error if one is out of range, and converts numbers of NumPy."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if name in _COUNTS:
+                store(self, name, validation.count(f"{self!r}: {name}", value))
+            elif name in _NUMBERS:
+                store(self, name, check_number(f"{self!r}: {name}", value))
+
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(_Checked):
     """Kills the process of ``rank`` at ``at_s``, at its ``at_turn``-th turn, or at its ``at_message``-th send.
 
     A turn is one iteration of the rank's event loop. With ``at_message``, the message is not sent, and a task that
@@ -34,23 +53,20 @@ class Kill:
             raise ValueError(
                 f"{type(self).__name__} must have exactly one of at_s, at_turn and at_message, got {self!r}"
             )
-        _check(self, *given)
+        _Checked.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class Stall(_Checked):
     """Suspends the process of ``rank`` at ``at_s`` for ``duration_s``, whether the rank is computing or waiting."""
 
     rank: int
     at_s: float
     duration_s: float
 
-    def __post_init__(self) -> None:
-        _check(self, "at_s", "duration_s")
-
 
 @dataclass(frozen=True, slots=True)
-class SlowRank:
+class SlowRank(_Checked):
     """Makes computations and turns of ``rank`` take ``factor`` times as long from ``at_s`` on.
 
     A computation in progress is not slowed. A turn, in which a rank receives and answers messages, takes at most 2
@@ -62,12 +78,9 @@ class SlowRank:
     at_s: float
     factor: float
 
-    def __post_init__(self) -> None:
-        _check(self, "at_s", "factor")
-
 
 @dataclass(frozen=True, slots=True)
-class SlowLink:
+class SlowLink(_Checked):
     """Makes messages from ``source`` to ``dest`` take ``factor`` times as long from ``at_s`` on."""
 
     source: int
@@ -75,12 +88,9 @@ class SlowLink:
     at_s: float
     factor: float
 
-    def __post_init__(self) -> None:
-        _check(self, "at_s", "factor")
-
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(_Checked):
     """Separates ``ranks`` from all other ranks from ``at_s`` on. Messages between them are held until ``until_s``."""
 
     ranks: tuple[int, ...]
@@ -91,11 +101,13 @@ class Partition:
         ranks: Any = self.ranks
         if not isinstance(ranks, Sequence):
             raise TypeError(f"the ranks of {type(self).__name__} must be a tuple of ranks, got {ranks!r}")
-        _check(self, "at_s", "until_s")
+        _Checked.__post_init__(self)
+        if self.until_s < self.at_s:
+            raise ValueError(f"until_s must be >= at_s={self.at_s} in {type(self).__name__}, got {self.until_s}")
 
 
 @dataclass(frozen=True, slots=True)
-class Delay:
+class Delay(_Checked):
     """Delays the ``number``-th message (from 1) from ``source`` to ``dest``, and later messages with the same tag.
 
     ``source`` and ``dest`` may be equal, because a coordinator also sends reports to itself.
@@ -106,12 +118,9 @@ class Delay:
     number: int
     duration_s: float
 
-    def __post_init__(self) -> None:
-        _check(self, "number", "duration_s")
-
 
 @dataclass(frozen=True, slots=True)
-class Corrupt:
+class Corrupt(_Checked):
     """Changes one byte of the ``number``-th framed message (from 1) from ``source`` to ``dest``.
 
     Frames have checksums. Tensors in streams and collectives are sent without frames, and are not counted.
@@ -123,13 +132,13 @@ class Corrupt:
     byte: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, "number")
+        _Checked.__post_init__(self)
         if type(self.byte) is not int:
             raise ValueError(f"byte must be an integer in Corrupt, got {self.byte!r}")
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(_Checked):
     """Sends a signal to ``rank`` at ``at_s``: SIGTERM, as a batch scheduler does, or SIGINT, as Ctrl-C does.
 
     The first signal cancels the rank's current await and notifies its peers (:func:`asyncdist.run`). The rank ends with
@@ -141,13 +150,13 @@ class Interrupt:
     signal: Literal["SIGTERM", "SIGINT"] = "SIGTERM"
 
     def __post_init__(self) -> None:
-        _check(self, "at_s")
+        _Checked.__post_init__(self)
         if self.signal not in ("SIGTERM", "SIGINT"):
             raise ValueError(f"signal must be 'SIGTERM' or 'SIGINT' in Interrupt, got {self.signal!r}")
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class Restart(_Checked):
     """Starts a new process of the killed ``rank`` at ``at_s``, which runs ``main`` from the beginning.
 
     The fault fires only if the rank is dead and another rank is still running. The new process has a
@@ -157,12 +166,9 @@ class Restart:
     rank: int
     at_s: float
 
-    def __post_init__(self) -> None:
-        _check(self, "at_s")
-
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(_Checked):
     """Leaves ``rank`` without a process until ``at_s``, when its first process joins the job.
 
     Until then, the other ranks regard the rank as lost. If another rank is still running at ``at_s``, the process joins
@@ -172,28 +178,12 @@ class Join:
     rank: int
     at_s: float
 
-    def __post_init__(self) -> None:
-        _check(self, "at_s")
-
 
 #: Faults of one rank's process, which happen at a time. :class:`Kill` may instead happen at a turn or message.
 RankFault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank
 Fault: TypeAlias = RankFault | SlowLink | Partition | Delay | Corrupt
 #: Faults that end a rank's process without an exception. They explain a RankLostError on the other ranks.
 KILLING: Final = (Kill,)
-
-
-def _check(fault: Fault, *names: str) -> None:
-    """Raise an error if a number is out of range, or a time span is negative. Convert numbers of NumPy."""
-    for name in names:
-        value, what = getattr(fault, name), f"{fault!r}: {name}"
-        if name in ("at_turn", "at_message", "number"):
-            store(fault, name, validation.count(what, value))
-        else:
-            store(fault, name, check_number(what, value))
-    at_s, until_s = getattr(fault, "at_s", None), getattr(fault, "until_s", None)
-    if at_s is not None and until_s is not None and until_s < at_s:
-        raise ValueError(f"until_s must be >= at_s={at_s} in {type(fault).__name__}, got {until_s}")
 
 
 def check_plan(faults: Sequence[Fault], size: int) -> None:
