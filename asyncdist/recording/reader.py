@@ -81,7 +81,7 @@ class RankRecording:
     def events(self) -> Iterator[Event]:
         """Iterate over the events, oldest first, up to the first damage. Each call yields the same events."""
         read = self.schema.reader()
-        for block in self.blocks():
+        for block in self._blocks():
             if not isinstance(block, str):
                 yield from read(block.content, block.time_s)
 
@@ -91,7 +91,7 @@ class RankRecording:
         Raise RecordingError for invalid content.
         """
         damage, waiting, nbytes = "", list[_Block](), 0
-        for block in self.blocks():
+        for block in self._blocks():
             if isinstance(block, str):
                 damage = block
                 break
@@ -116,11 +116,32 @@ class RankRecording:
                     raise RecordingError(why) from error
             raise AssertionError("blocks were refused together, but each is valid alone") from None
 
-    def blocks(self) -> Iterator[_Block | str]:
+    def _blocks(self) -> Iterator[_Block | str]:
         """Yield the blocks and, at the end, a description of the damage, if any."""
+        limits = {"max_bin_len": OBJECT_NBYTES_MAX, "max_array_len": 3}
+        limits |= dict.fromkeys(("max_str_len", "max_map_len", "max_ext_len"), 0)
         with self.path.open("rb") as file:
             file.seek(self.header_nbytes)
-            yield from _blocks(_Part(file, self.nbytes - self.header_nbytes), self.header_nbytes, self.nbytes)
+            part = _Part(file, self.nbytes - self.header_nbytes)
+            unpacker = msgpack.Unpacker(part, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX, **limits)
+            for count in itertools.count():
+                place = self.header_nbytes + unpacker.tell()
+                try:
+                    block = unpacker.unpack()
+                except msgpack.OutOfData:
+                    if place < self.nbytes:
+                        yield f"ends within a block, at byte {place}, after {count} blocks"
+                    return
+                except (ValueError, msgpack.UnpackException):
+                    block = None
+                match block:
+                    case [float(time_s), int(checksum), bytes(content)] if (
+                        zlib.crc32(content) == checksum and abs(time_s) <= CLOCK_S_MAX
+                    ):
+                        yield _Block(place, time_s, content)
+                    case _:
+                        yield f"damaged at byte {place}, after {count} blocks"
+                        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,35 +335,3 @@ class _Block(NamedTuple):
     place: int
     time_s: float
     content: bytes
-
-
-def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
-    """Yield the blocks from byte ``begin`` to ``end`` and, at the end, a description of the damage, if any."""
-    limits = {
-        "max_bin_len": OBJECT_NBYTES_MAX,
-        "max_array_len": 3,
-        "max_str_len": 0,
-        "max_map_len": 0,
-        "max_ext_len": 0,
-    }
-    unpacker = msgpack.Unpacker(file, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX, **limits)
-    for count in itertools.count():
-        place = begin + unpacker.tell()
-        try:
-            block = unpacker.unpack()
-        except msgpack.OutOfData:
-            if place < end:
-                yield f"ends within a block, at byte {place}, after {count} blocks"
-            return
-        except (ValueError, msgpack.UnpackException):
-            yield f"damaged at byte {place}, after {count} blocks"
-            return
-        match block:
-            case [float(time_s), int(checksum), bytes(content)] if zlib.crc32(content) == checksum:
-                if not abs(time_s) <= CLOCK_S_MAX:
-                    yield f"damaged at byte {place}, after {count} blocks"
-                    return
-                yield _Block(place, time_s, content)
-            case _:
-                yield f"damaged at byte {place}, after {count} blocks"
-                return

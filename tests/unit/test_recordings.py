@@ -274,8 +274,8 @@ def test_of_many_jobs_the_latest_are_named_and_one_is_read(tmp_path: Path, monke
         read_recording(tmp_path)
     assert len(re.findall("0000[0-9a-f]{4}", str(caught.value))) == 8 + 1
     looked: list[object] = []
-    blocks = reader._blocks
-    monkeypatch.setattr(reader, "_blocks", lambda *args: looked.append(args) or blocks(*args))
+    blocks = reader.RankRecording._blocks
+    monkeypatch.setattr(reader.RankRecording, "_blocks", lambda each: looked.append(each) or blocks(each))
     assert read_recording(tmp_path, "00000003").job == "00000003"
     assert len(looked) == 1, "the search must not read other, possibly large, files"
 
