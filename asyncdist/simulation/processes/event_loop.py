@@ -141,9 +141,6 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
                 rank=self.rank,
             )
 
-    def set_default_executor(self, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse("a thread or process pool")
-
     async def shutdown_asyncgens(self) -> None:
         """Close the remaining asynchronous generators, as asyncio does after main has ended."""
         left = self.generators(self)
@@ -156,21 +153,11 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
     async def shutdown_default_executor(self) -> None:
         """Do nothing, because a simulation has no executor."""
 
-    def call_soon_threadsafe(  # type: ignore[override]
-        self, *args: Any, **kwargs: Any
-    ) -> NoReturn:
-        refuse("a call from another thread")
 
-    def run_in_executor(  # type: ignore[override]
-        self, *args: Any, **kwargs: Any
-    ) -> NoReturn:
-        refuse("a thread or process pool")
-
-
-def _refusing(name: str) -> Any:
+def _refusing(what: str) -> Any:
     def method(self: RankLoop, *args: Any, **kwargs: Any) -> NoReturn:
         del self, args, kwargs
-        refuse(f"loop.{name}, a socket, pipe, signal or subprocess,")
+        refuse(what)
 
     return method
 
@@ -220,6 +207,9 @@ _OUTSIDE: Final = (
 )
 
 for _name in _OUTSIDE:
-    setattr(RankLoop, _name, _refusing(_name))
+    setattr(RankLoop, _name, _refusing(f"loop.{_name}, a socket, pipe, signal or subprocess,"))
+for _name in ("run_in_executor", "set_default_executor"):
+    setattr(RankLoop, _name, _refusing("a thread or process pool"))
+RankLoop.call_soon_threadsafe = _refusing("a call from another thread")  # type: ignore[method-assign]
 for _name in ("close", "run_forever", "run_until_complete", "stop"):
     setattr(RankLoop, _name, _not_for_ranks(_name))
