@@ -30,13 +30,10 @@ class Clocks:
     """Converts the times of a recording's events to seconds since the job began.
 
     Attributes:
-        shifts: Seconds added to the clocks of shifted hosts, keyed by host, so that no message arrives before it was
-            sent.
         began_at_s: Time of the first event, in seconds since 1970.
     """
 
     def __init__(self, recording: Recording) -> None:
-        self.shifts: dict[str, float] = {}
         self.began_at_s = 0.0
         self._first_s = {each.path: _first_time_of(each) for each in recording.ranks}
         self._hosts: dict[Path, str] = {}
@@ -80,7 +77,6 @@ class Clocks:
                 break
         else:
             return
-        self.shifts = {host: shift for host, shift in shifts.items() if shift}
         for host, shift in shifts.items():
             self._offsets[host] += shift
 

@@ -44,10 +44,8 @@ class Applied(NamedTuple):
     population: int
     policy: int
     round: int
-    iteration: int
     donors: tuple[int, ...]
     weights: tuple[float, ...]
-    seconds: float
     coordinator: int
 
 
@@ -345,17 +343,13 @@ def _add(
         case "safe_point" | "clock" | "heard" | "timer" | "deadline" | "waited":
             pass
         case "applied":
-            policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
+            policy, number = int(event.get("policy")), int(event.get("round"))
             donors, weights = summary.donor_lists(event.get("donors")), summary.weight_lists(event.get("weights"))
             of, by = policies.population(policy), event.get("coordinator")
             if event.get("fragment") is not None:
                 summary.averages.add(rank, policies.place(policy), time_s, event)
-            summary.applied.append(
-                Applied(
-                    *(time_s, rank, of, policy, number, iteration),
-                    *(donors, weights, float(event.get("seconds")), -1 if by is None else int(by)),
-                )
-            )
+            coordinator = -1 if by is None else int(by)
+            summary.applied.append(Applied(time_s, rank, of, policy, number, donors, weights, coordinator))
         case "contributed":
             summary.averages.add(rank, policies.place(int(event.get("policy"))), time_s, event)
         case "hyperparameters":

@@ -21,7 +21,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -253,7 +253,11 @@ def jobs() -> dict[str, list[RankSocket]]:
 
 def ask(asked: Sequence[RankSocket], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
     """Ask all ranks concurrently what they are doing. Return the answers that arrive in time, keyed by rank."""
-    return dict(_decoded(exchange(asked, STORY, timeout_s)))
+    stories = {}
+    for rank, data in sorted(exchange(asked, STORY, timeout_s).items()):
+        with contextlib.suppress(ValueError):  # the rank ended while it answered
+            stories[rank] = from_bytes(data)
+    return stories
 
 
 def exchange(asked: Sequence[RankSocket], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
@@ -289,12 +293,6 @@ def _exchange(asked: Sequence[RankSocket], question: bytes, timeout_s: float) ->
                     waiting -= 1
                     answers[rank] = bytes(data)
     return answers
-
-
-def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
-    for rank, data in sorted(answers.items()):
-        with contextlib.suppress(ValueError):  # the rank ended while it answered
-            yield rank, from_bytes(data)
 
 
 def answers_pulse(peer: RankSocket) -> bool:

@@ -31,7 +31,7 @@ def a_round(number: int, applied_count: int, reason: str = "every replacer has a
 
 
 def applied(count: int) -> list[Applied]:
-    return [Applied(1.0, 1, 0, 0, number, 5, (0,), (1.0,), 0.1, 0) for number in range(count)]
+    return [Applied(1.0, 1, 0, 0, number, (0,), (1.0,), 0) for number in range(count)]
 
 
 def population(*last: float | None, shares: object = None) -> Population:
