@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -83,7 +83,7 @@ class Clocks:
     def _least_delays(self, recording: Recording) -> dict[tuple[str, str], float]:
         """Return the minimum delay of messages in seconds, keyed by (source host, destination host)."""
         hosts = {each.rank: self._hosts[each.path] for each in recording.ranks}
-        sent, received = messages(recording, self, lambda line: hosts[line[0]] != hosts[line[1]])
+        sent, received = self._messages_between_hosts(recording, hosts)
         delays: dict[tuple[str, str], float] = {}
         for line, times in received.items():
             pair = hosts[line[0]], hosts[line[1]]
@@ -92,36 +92,32 @@ class Clocks:
                 delays[pair] = min(least, delays.get(pair, least))
         return delays
 
+    def _messages_between_hosts(
+        self, recording: Recording, hosts: Mapping[int, str]
+    ) -> tuple[dict[Line, array[float]], dict[Line, array[float]]]:
+        """Return the times of sends and of receives, in order, keyed by (source, destination, tag).
+
+        The k-th send with a key belongs to the k-th receive with that key. Messages of restarted ranks are omitted,
+        because messages to an earlier process may be lost.
+        """
+        restarted = recording.restarted
+        sent: dict[Line, array[float]] = {}
+        received: dict[Line, array[float]] = {}
+        for each in recording.ranks:
+            if each.rank in restarted:
+                continue
+            offset = self.offset(each)
+            for event in each.events():
+                if event.kind not in ("sent", "received"):
+                    continue
+                other, tag = whole(event.fields[0]), whole(event.fields[1])
+                if other not in restarted and hosts.get(other, hosts[each.rank]) != hosts[each.rank]:
+                    is_sent = event.kind == "sent"
+                    line, into = ((each.rank, other, tag), sent) if is_sent else ((other, each.rank, tag), received)
+                    into.setdefault(line, array("d")).append(event.time_s + offset)
+        return sent, received
+
 
 def _first_time_of(each: RankRecording) -> float:
     """Return the time of a file's first event. A rank may send a message before it writes its header."""
     return min([each.header.clock_s, *(event.time_s for event in itertools.islice(each.events(), 1))])
-
-
-def messages(
-    recording: Recording, clocks: Clocks, wanted: Callable[[Line], bool] | None = None
-) -> tuple[dict[Line, array[float]], dict[Line, array[float]]]:
-    """Return the times of sends and of receives, in order, keyed by (source, destination, tag).
-
-    The k-th send with a key belongs to the k-th receive with that key. Messages of restarted ranks are omitted, because
-    messages to an earlier process may be lost. ``wanted`` returns whether to include a key.
-    """
-    restarted = recording.restarted
-    sent: dict[Line, array[float]] = {}
-    received: dict[Line, array[float]] = {}
-    for each in recording.ranks:
-        if each.rank in restarted:
-            continue
-        offset = clocks.offset(each)
-        for event in each.events():
-            if event.kind == "sent":
-                other = whole(event.fields[0])
-                line, into = (each.rank, other, whole(event.fields[1])), sent
-            elif event.kind == "received":
-                other = whole(event.fields[0])
-                line, into = (other, each.rank, whole(event.fields[1])), received
-            else:
-                continue
-            if other not in restarted and (wanted is None or wanted(line)):
-                into.setdefault(line, array("d")).append(event.time_s + offset)
-    return sent, received

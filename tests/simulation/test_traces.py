@@ -163,6 +163,19 @@ def test_machines_with_one_hostname_have_separate_clocks(tmp_path: Path) -> None
     assert clocks.offset(recording.ranks[0]) == clocks.offset(recording.ranks[3]), "one machine has one clock"
 
 
+def test_messages_to_a_rank_without_a_recording_are_left_out(tmp_path: Path) -> None:
+    """Regression: if the ranks of several hosts had sent messages to such a rank, its host was looked up: KeyError."""
+    for rank in range(2):
+        writer = RecordWriter(RecordOptions(tmp_path), lambda: 1e3, rank)
+        hostname = f"host{rank}"
+        writer.open(header_of(job="0000abcd", rank=rank, size=3, incarnation=0, transport="mpi", hostname=hostname))
+        writer.note("sent", 2, 100, 8)
+        writer.close()
+    recording = read_recording(tmp_path)
+    assert recording.missing == (2,)
+    assert [Clocks(recording).offset(each) + 1e3 for each in recording.ranks] == pytest.approx([0.0] * 2, abs=1.0)
+
+
 async def train_to_nan(world: ad.World) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
