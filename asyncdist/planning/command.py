@@ -7,24 +7,22 @@ from collections.abc import Iterator, Sequence
 
 from asyncdist.planning import outer_rules
 from asyncdist.planning.arguments import DEFAULT_EVERIES
-from asyncdist.planning.choice import (
-    TARGET,
-    TOPK_SHARE,
-    Row,
-    StreamingOptions,
-    every_for_target,
-    recommend,
-    rows,
-)
 from asyncdist.planning.costs import (
     FLOAT32,
+    TARGET,
+    TOPK_SHARE,
     DataParallel,
     DiLoCo,
     Job,
     Link,
     RoundCost,
+    Row,
     SelectiveAveraging,
+    StreamingOptions,
+    every_for_target,
+    recommend,
     round_cost,
+    rows,
 )
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.wording import aligned, plural, seconds_in_words, size_in_words

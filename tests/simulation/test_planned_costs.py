@@ -11,7 +11,6 @@ from support.seeds import in_ci
 
 import asyncdist as ad
 from asyncdist.planning import costs
-from asyncdist.planning.choice import StreamingOptions, streaming
 from asyncdist.planning.costs import (
     FLOAT32,
     INT8,
@@ -20,7 +19,9 @@ from asyncdist.planning.costs import (
     Job,
     Link,
     SelectiveAveraging,
+    StreamingOptions,
     round_cost,
+    streaming,
 )
 from asyncdist.protocols.parameter_stream import messages
 from asyncdist.simulation import Compute, Link as SimulatedLink, Network, simulate

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from asyncdist.planning.choice import TOPK_SHARE, StreamingOptions, every_for_target, recommend, rows, streaming
 from asyncdist.planning.costs import (
     BFLOAT16,
     FLOAT32,
     INT8,
     Q4,
+    TOPK_SHARE,
     AverageAll,
     Codec,
     DataParallel,
@@ -21,7 +21,12 @@ from asyncdist.planning.costs import (
     Link,
     Method,
     SelectiveAveraging,
+    StreamingOptions,
+    every_for_target,
+    recommend,
     round_cost,
+    rows,
+    streaming,
     topk,
 )
 from asyncdist.tensors.codecs import codec_of_means, find_codec
