@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncdist import validation
 from asyncdist.errors import AsyncdistError
-from asyncdist.live.columns import Readings, Row
+from asyncdist.live.columns import Readings, Row, screen
 from asyncdist.live.counters import counters_of
-from asyncdist.live.table import screen
 from asyncdist.messaging.services import Services
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from asyncdist import validation
-from asyncdist.live.columns import Readings, Row
+from asyncdist.live.columns import Readings, Row, screen
 from asyncdist.live.counters import RankCounters, from_bytes
-from asyncdist.live.table import screen
 from asyncdist.story import sockets
 from asyncdist.story.finding import chosen_job
 from asyncdist.story.formatting import summarize

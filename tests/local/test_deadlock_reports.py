@@ -13,7 +13,7 @@ import pytest
 import asyncdist as ad
 from asyncdist.runtime.story.collecting import Activity, collect
 from asyncdist.story.facts import RankStory
-from asyncdist.story.waiting import stuck_ranks
+from asyncdist.story.formatting import stuck_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,9 @@ from rich.console import Console
 import asyncdist as ad
 from asyncdist.errors import AsyncdistError
 from asyncdist.live import top
-from asyncdist.live.columns import Row
+from asyncdist.live.columns import Row, screen, table
 from asyncdist.live.counters import PolicyCounters, RankCounters
 from asyncdist.live.hosted_table import HostedRanksTable
-from asyncdist.live.table import screen, table
 from protocols import AsyncSelectiveAveragingPolicy
 
 

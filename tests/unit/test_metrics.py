@@ -20,7 +20,7 @@ from support.facts import names
 
 from asyncdist.launch import live_table
 from asyncdist.live import destinations as places, exporting, last_counters
-from asyncdist.live.columns import COLUMNS, Readings, Row, amount, policies_of, steps_per_s, together
+from asyncdist.live.columns import COLUMNS, Readings, Row, amount, policies_of, screen, steps_per_s, together
 from asyncdist.live.counters import (
     EXPORTED,
     PolicyCounters,
@@ -33,7 +33,6 @@ from asyncdist.live.counters import (
 )
 from asyncdist.live.destinations import Destination, destinations, missing
 from asyncdist.live.exporting import Exporter
-from asyncdist.live.table import screen
 from asyncdist.live.top import JobView
 from asyncdist.story.facts import to_bytes
 

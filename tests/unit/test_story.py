@@ -26,8 +26,15 @@ from asyncdist.runtime.story import answering
 from asyncdist.story import command, finding, sockets
 from asyncdist.story.event_texts import describe_events
 from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
-from asyncdist.story.formatting import describe_job, describe_rank, summarize
-from asyncdist.story.waiting import awaited_ranks, cycle, in_display_order, stuck_ranks
+from asyncdist.story.formatting import (
+    awaited_ranks,
+    cycle,
+    describe_job,
+    describe_rank,
+    in_display_order,
+    stuck_ranks,
+    summarize,
+)
 from asyncdist.trust import private_folders
 
 
