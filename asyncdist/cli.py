@@ -339,7 +339,7 @@ def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncdist.simulation import run_script as scripts  # imported only here, because it loads torch
-    from asyncdist.simulation.exploration.fault_plans import ScriptError, read_faults
+    from asyncdist.simulation.exploration.repro_command import ScriptError, read_faults
 
     try:
         if options.ranks is None:

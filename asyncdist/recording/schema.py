@@ -129,7 +129,6 @@ class Conditions(Struct, frozen=True, kw_only=True):
         first_seed: torch's initial seed at import, or None if it is not recorded.
         sent_before_count: Number of messages sent before the world was open.
         tells_sleeps: Whether the file records when asyncio's timers fired.
-        tells_collectives: Whether the file records when tasks continued after collectives.
     """
 
     torch: Text
@@ -142,7 +141,6 @@ class Conditions(Struct, frozen=True, kw_only=True):
     first_seed: int | None = None
     sent_before_count: Count = 0
     tells_sleeps: bool = False
-    tells_collectives: bool = False
 
     def __post_init__(self) -> None:
         if self.hosts is not None and (len(self.hosts) != self.size or max(self.hosts) >= self.size):

@@ -49,8 +49,13 @@ from asyncdist.simulation.exploration.explore import (
     is_end_by_signal,
     is_good_end,
 )
-from asyncdist.simulation.exploration.fault_plans import ScriptError, format_faults
-from asyncdist.simulation.exploration.repro_command import expression_of, hash_seed_prefix, python_command
+from asyncdist.simulation.exploration.repro_command import (
+    ScriptError,
+    expression_of,
+    format_faults,
+    hash_seed_prefix,
+    python_command,
+)
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, simulate

@@ -21,7 +21,7 @@ from asyncdist.simulation import (
     SlowRank,
     Stall,
 )
-from asyncdist.simulation.exploration.fault_plans import ScriptError, format_faults, read_faults
+from asyncdist.simulation.exploration.repro_command import ScriptError, format_faults, read_faults
 
 PLAN: tuple[Fault, ...] = (
     Kill(1, at_s=0.5),

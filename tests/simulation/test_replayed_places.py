@@ -16,7 +16,7 @@ from asyncdist.simulation import replay, simulate
 from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.input_checks import PATIENCE_S
 from asyncdist.simulation.replay.log import RankLog
-from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.pending_inputs import Mailbox
 from asyncdist.simulation.replay.timers import Timers
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.waits import WaitId, WaitKind

@@ -35,7 +35,7 @@ from asyncdist.simulation import (
     simulate,
     transport as sim_transport,
 )
-from asyncdist.simulation.exploration.fault_plans import ScriptError
+from asyncdist.simulation.exploration.repro_command import ScriptError
 from asyncdist.simulation.replay import script as replay_scripts
 from asyncdist.simulation.replay.script import run_command
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL

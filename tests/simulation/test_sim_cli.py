@@ -27,7 +27,7 @@ from asyncdist.simulation import (
     SlowRank,
     Stall,
 )
-from asyncdist.simulation.exploration.fault_plans import format_faults, read_faults
+from asyncdist.simulation.exploration.repro_command import format_faults, read_faults
 from asyncdist.simulation.run_script import Script
 
 #: An event of the trace, with its virtual time.

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from asyncdist.simulation.replay.log import Entry, RankLog, Reading, ReceivedByTask, ReceivedMessages, SafePoint
-from asyncdist.simulation.replay.mailbox import Mailbox
-from asyncdist.simulation.replay.pending_inputs import PendingInputs
+from asyncdist.simulation.replay.pending_inputs import Mailbox, PendingInputs
 
 
 def inputs_of(*entries: Entry, woken_count: int = 0) -> PendingInputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncdist.recording.events import Event
-from asyncdist.simulation.replay.cut import cut_at_signals
+from asyncdist.simulation.replay.log import cut_at_signals
 
 TAG = 40
 STEP = Event(2.0, "step", (0, 0, 0.1))

@@ -14,7 +14,7 @@ from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.gate import Gate, is_end_of_stream
 from asyncdist.simulation.replay.log import FAILED, end_of_collective
-from asyncdist.simulation.replay.mailbox import gone
+from asyncdist.simulation.replay.pending_inputs import gone
 from asyncdist.transports.base import Transport
 from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 
@@ -185,20 +185,17 @@ class ReplayedEngine(ObservedEngine):
         what = end_of_collective(tag)
         if self.failure is None or self._gate.inputs.remains_in_record(what):
             await self._leave(what)
-        elif self._gate.log.tells_collectives:
+        else:
             raise self.failure  # the job failed before this collective ended
 
     async def _leave(self, what: WaitId) -> None:
         """Wait until the point at which the task continued after the collective in the recorded run."""
         gate = self._gate
-        remains_in_record = gate.inputs.remains_in_record(what)
-        if not remains_in_record and not gate.log.tells_collectives:
-            return
         waiter = self.loop.create_future()
         wake = functools.partial(resolve_waiter, waiter, None)
         with gate.inputs.deadlines.waiting(what, self.loop.time(), wake):
             gate.input_checks.look_soon()
-            if not remains_in_record:  # the job's failure ended the collective, or main ended first
+            if not gate.inputs.remains_in_record(what):  # the job's failure ended the collective, or main ended first
                 await self.park(waiter, what, is_of_request=True)
                 return
             if asyncio.current_task() is gate.main:

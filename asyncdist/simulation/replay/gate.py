@@ -29,8 +29,7 @@ from asyncdist.simulation.replay.log import (
     RecordedInput,
     TimerFired,
 )
-from asyncdist.simulation.replay.mailbox import Mailbox
-from asyncdist.simulation.replay.pending_inputs import PendingInputs
+from asyncdist.simulation.replay.pending_inputs import Mailbox, PendingInputs
 from asyncdist.waits import WaitId, WaitKind
 
 #: Maximum virtual seconds to hold back a message until the rank reaches the safe point that followed it when recorded.

@@ -1,4 +1,4 @@
-"""Stores the remaining recorded inputs of a replayed rank, and decides which of them are due.
+"""Stores the messages that have arrived at a replayed rank, and its recorded inputs, and decides which are due.
 
 An input is a message, the end of a timer or deadline, or the loss of a rank. It is due when the replayed rank has
 reached the point at which it was recorded. This point is a turn of a safe point or, between two safe points, the
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from asyncdist.errors import RankLostError
 from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.log import (
@@ -30,9 +31,55 @@ from asyncdist.simulation.replay.log import (
     TimerFired,
     end_of_collective,
 )
-from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Timers
+from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.waits import WaitId
+
+
+class Mailbox:
+    """Queues the messages that have arrived at one replayed rank, by source and tag.
+
+    ``ring`` is called with the tag of each arriving message, and ``listen`` with each lost rank.
+    """
+
+    def __init__(self) -> None:
+        self.ring: Callable[[int], None] | None = None
+        self.listen: Callable[[int], None] | None = None
+        self.lost: set[int] = set()
+        self._messages: defaultdict[Key, deque[tuple[int, bytes]]] = defaultdict(deque)
+        self._numbers = itertools.count()
+
+    def put(self, source: int, tag: int, data: bytes) -> None:
+        """Add a message, and call ``ring`` with its tag."""
+        self._messages[source, tag].append((next(self._numbers), data))
+        if self.ring is not None:
+            self.ring(tag)
+
+    def pop(self, key: Key) -> bytes:
+        """Remove and return the oldest message with this source and tag."""
+        return self._messages[key].popleft()[1]
+
+    def count(self, key: Key) -> int:
+        """Return the number of messages with this source and tag."""
+        return len(self._messages[key])
+
+    def first(self, source: int, tag: int) -> Key | None:
+        """Return the key of the oldest message that matches a receive, or None."""
+        if source != ANY_SOURCE:
+            return (source, tag) if self._messages[source, tag] else None
+        waiting = ((queue[0][0], key) for key, queue in self._messages.items() if key[1] == tag and queue)
+        return min(waiting, default=(0, None))[1]
+
+    def lose(self, rank: int) -> None:
+        """Record that ``rank`` is lost, and call ``listen``."""
+        self.lost.add(rank)
+        if self.listen is not None:
+            self.listen(rank)
+
+
+def gone(rank: int) -> RankLostError:
+    """Return the error for an operation that waits for a lost rank."""
+    return RankLostError(f"rank {rank} is gone: its process has ended", rank=rank)
 
 
 class PendingInputs:

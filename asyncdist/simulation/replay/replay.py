@@ -24,11 +24,10 @@ from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.links import Network
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.comparison import DivergenceError
-from asyncdist.simulation.replay.cut import cut_at_signals
 from asyncdist.simulation.replay.engine import ReplayedEngine
 from asyncdist.simulation.replay.gate import Gate
-from asyncdist.simulation.replay.log import log_of
-from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.log import cut_at_signals, log_of
+from asyncdist.simulation.replay.pending_inputs import Mailbox
 from asyncdist.simulation.replay.transport import ReplayTransport
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, instrument, simulate

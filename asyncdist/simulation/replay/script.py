@@ -25,7 +25,7 @@ from asyncdist.recording.file_errors import why_not_written
 from asyncdist.recording.reader import Recording, RecordingError, read_recording
 from asyncdist.runtime.world import World
 from asyncdist.simulation.determinism.rng import known_torch_seed
-from asyncdist.simulation.exploration.fault_plans import ScriptError
+from asyncdist.simulation.exploration.repro_command import ScriptError
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.processes.debugger import RankDebugger
 from asyncdist.simulation.replay.comparison import DivergenceError

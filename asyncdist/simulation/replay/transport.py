@@ -9,7 +9,7 @@ from asyncdist.recording.schema import Conditions, Header
 from asyncdist.simulation.replay.admission import Admission, fits
 from asyncdist.simulation.replay.gate import Gate
 from asyncdist.simulation.replay.log import Key
-from asyncdist.simulation.replay.mailbox import Mailbox, gone
+from asyncdist.simulation.replay.pending_inputs import Mailbox, gone
 from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
