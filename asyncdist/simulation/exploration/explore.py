@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from asyncdist import local_host, rank_program, validation
 from asyncdist.errors import LateError, RankLostError
@@ -280,12 +280,8 @@ def signature_of(error: BaseException) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Results of consecutive seeds, up to and including the first failure."""
-
-    results: list[_Passed | _Failed]
-    seconds: float
+#: Results of consecutive seeds, up to and including the first failure, and the seconds that they took.
+_Chunk: TypeAlias = tuple[list[_Passed | _Failed], float]
 
 
 def _run_chunk(payload: bytes, seeds: Sequence[int], faults: Sequence[Fault] | None = None) -> _Chunk:
@@ -296,7 +292,7 @@ def _run_chunk(payload: bytes, seeds: Sequence[int], faults: Sequence[Fault] | N
         results.append(_attempt(scenario, seed, faults))
         if isinstance(results[-1], _Failed):
             break
-    return _Chunk(results, time.perf_counter() - began_at)
+    return results, time.perf_counter() - began_at
 
 
 class _Progress:
@@ -309,13 +305,13 @@ class _Progress:
         self._fired: Counter[str] = Counter()
         self._events: Counter[str] = Counter()
 
-    def add(self, chunk: _Chunk) -> None:
+    def add(self, results: Sequence[_Passed | _Failed], seconds: float) -> None:
         now = time.perf_counter()
         if self._began_at is None:  # excludes the processes' startup time
-            self._began_at = now - chunk.seconds
+            self._began_at = now - seconds
         self._seconds = now - self._began_at
-        self._seed_count += len(chunk.results)
-        for result in chunk.results:
+        self._seed_count += len(results)
+        for result in results:
             if isinstance(result, _Passed):
                 self._digests.add(result.digest)
                 self._fired += result.fired
@@ -338,7 +334,7 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
                 pending.append((chunk, runner.submit(_run_chunk, chunk)))
             if not pending:
                 return None
-            done = pending[0][1].result()
+            results, seconds = pending[0][1].result()
         except BrokenProcessPool:
             raise RuntimeError(
                 f"a process died while it ran one of the seeds {pending[0][0][0]} to {pending[-1][0][-1]}: it crashed "
@@ -346,12 +342,12 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
                 "'__main__', or pass processes=1 to run the seeds in this process"
             ) from None
         pending.popleft()
-        progress.add(done)
-        last = done.results[-1]
+        progress.add(results, seconds)
+        last = results[-1]
         if isinstance(last, _Failed):
             runner.drop_the_rest()
             return last
-        wanted = len(done.results) * _CHUNK_S / max(done.seconds, 1e-6)
+        wanted = len(results) * _CHUNK_S / max(seconds, 1e-6)
         size = max(1, min(int(wanted), 2 * size, _CHUNK_SEED_COUNT_MAX))
 
 
@@ -407,8 +403,7 @@ class _Attempts:
             if self.is_exhausted:
                 return False
             self.count += 1
-            chunk: _Chunk = self._runner.submit(_run_chunk, [self._failed.failure.seed], plan).result()
-            result = chunk.results[0]
+            (result,), _ = self._runner.submit(_run_chunk, [self._failed.failure.seed], plan).result()
             self._known[plan] = isinstance(result, _Failed) and result.signature == self._failed.signature
         return self._known[plan]
 

@@ -13,7 +13,6 @@ from typing import Any, Final, NoReturn, TypeVar
 from asyncdist.errors import LocalProtocolError
 from asyncdist.simulation.determinism.sandbox import refuse
 from asyncdist.simulation.rank_turns import Turns
-from asyncdist.simulation.scheduler import Scheduler
 
 logger = logging.getLogger("asyncdist.simulation")
 
@@ -47,21 +46,16 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are not asyncio.Handle
-    """The event loop that runs the tasks of one simulated rank. ``context`` has the context variables of main."""
+    """The event loop that runs the tasks of one simulated rank. ``context`` has the context variables of main.
+
+    The arguments are those of :class:`~asyncdist.simulation.rank_turns.Turns`.
+    """
 
     context: contextvars.Context
     generators: Callable[[RankLoop], list[AsyncGenerator[Any, Any]]]
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        rank: int,
-        *,
-        before_turn: Callable[[int], None] | None,
-        enter: Callable[[int], None],
-        background: Callable[..., None],
-    ) -> None:
-        super().__init__(scheduler, rank, before_turn=before_turn, enter=enter, background=background)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._tasks: weakref.WeakSet[SimTask] = weakref.WeakSet()
         self._numbered_count = 0
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
