@@ -10,13 +10,14 @@ import logging
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 import msgpack
 
+from asyncdist import tags
 from asyncdist._version import __version__
 from asyncdist.errors import AsyncdistError
 from asyncdist.recording import schema
@@ -27,6 +28,8 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
+#: A sequence of messages: source, destination and tag.
+Line: TypeAlias = tuple[int, int, int]
 #: Maximum number of jobs that an error lists. It lists the latest ones.
 _JOB_COUNT_MAX: Final = 8
 #: Number of bytes to read, and to check, at a time.
@@ -335,3 +338,26 @@ class _Block(NamedTuple):
     place: int
     time_s: float
     content: bytes
+
+
+class MessageCounts:
+    """Counts sent and received messages. A restarted rank's counts are those of all its processes together."""
+
+    def __init__(self) -> None:
+        self.sent: Final = Counter[Line]()
+        self.received: Final = Counter[Line]()
+
+    def add(self, rank: int, event: Event) -> None:
+        """Count an event of ``rank`` of the kind ``sent`` or ``received``, unless it belongs to a policy."""
+        tag = int(event.get("tag"))
+        if not tags.is_for_users(tag):
+            return
+        if event.kind == "sent":
+            self.sent[rank, int(event.get("dest")), tag] += 1
+        else:
+            self.received[int(event.get("source")), rank, tag] += 1
+
+    def lost(self, ranks: Container[int]) -> list[tuple[int, Line]]:
+        """Return the numbers of messages that were sent to ``ranks`` but not received, largest first."""
+        lost = ((count - self.received[line], line) for line, count in self.sent.items() if line[1] in ranks)
+        return sorted((each for each in lost if each[0] > 0), reverse=True)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncdist.recording.events import whole
-from asyncdist.recording.message_counts import Line
-from asyncdist.recording.reader import RankRecording, Recording
+from asyncdist.recording.reader import Line, RankRecording, Recording
 
 #: Maximum number of passes over all pairs of hosts. A correction that needs more contradicts itself.
 _ROUND_COUNT_MAX: Final = 64

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncdist.recording.events import Event
-from asyncdist.recording.message_counts import MessageCounts
-from asyncdist.recording.reader import Recording, RecordingError
+from asyncdist.recording.reader import MessageCounts, Recording, RecordingError
 from asyncdist.report.averages import Averages
 from asyncdist.report.clock_alignment import Clocks
 from asyncdist.report.series import Interned, LogHistogram, Thinned, TimeBins
@@ -278,15 +277,14 @@ class _Policies:
 
     def close(self, policy: int, time_s: float) -> None:
         if policy in self._open:
-            self._closed_counts[self._open[policy][0]] += 1
-            self._end(policy, time_s)
-
-    def _end(self, policy: int, time_s: float) -> None:
-        self._open.pop(policy)[1].end(time_s)
+            place, span = self._open.pop(policy)
+            self._closed_counts[place] += 1
+            span.end(time_s)
 
     def end_all(self, time_s: float) -> None:
-        for policy in list(self._open):
-            self._end(policy, time_s)
+        for _, span in self._open.values():
+            span.end(time_s)
+        self._open.clear()
 
     def restarts(self, policy: int) -> bool:
         """Return whether a policy is the first policy of a restarted process in its population."""

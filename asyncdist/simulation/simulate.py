@@ -34,11 +34,10 @@ from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import describe_task_wait
 from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Arguments, Compute
-from asyncdist.simulation.determinism.generators import Generators
+from asyncdist.simulation.determinism.asyncio_objects import Generators, ordered_sets
 from asyncdist.simulation.determinism.patched_clocks import patched_clocks
 from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
 from asyncdist.simulation.determinism.sandbox import one_at_a_time, refused_outside
-from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, RankFault, Restart, SlowRank, Stall

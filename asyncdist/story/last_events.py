@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from asyncdist.recording.events import Event
-from asyncdist.recording.message_counts import MessageCounts
-from asyncdist.recording.reader import RankRecording, Recording, read_recording
+from asyncdist.recording.reader import MessageCounts, RankRecording, Recording, read_recording
 from asyncdist.story.event_texts import ABORT, describe_events
 from asyncdist.validation import printable
 from asyncdist.wording import has_or_have, plural, ranks_in_words, seconds_in_words
