@@ -76,28 +76,20 @@ class Compute:
         return draw_s
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """Checked arguments of one simulation, with defaults filled in."""
+def check_arguments(
+    ranks: int, seed: int, network: Network | None, compute: Compute | None, faults: Sequence[Fault]
+) -> tuple[int, int, Network, Compute, tuple[Fault, ...]]:
+    """Check arguments of :func:`asyncdist.simulate`, and return them with defaults filled in.
 
-    size: int
-    seed: int
-    network: Network
-    compute: Compute
-    faults: tuple[Fault, ...]
-
-    @classmethod
-    def checked(
-        cls, ranks: int, seed: int, network: Network | None, compute: Compute | None, faults: Sequence[Fault]
-    ) -> Arguments:
-        """Check the arguments of :func:`asyncdist.simulate`, and raise TypeError or ValueError if one is invalid."""
-        ranks = validation.count("ranks", ranks)
-        seed = validation.whole("seed", seed)
-        for name, value, kind in (("network", network, Network), ("compute", compute, Compute)):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
-        check_plan(faults, ranks)
-        network, compute = network or Network(), compute or Compute()
-        network.check_ranks(ranks)
-        compute.check_ranks(ranks)
-        return cls(ranks, seed, network, compute, tuple(faults))
+    Raise TypeError or ValueError if one is invalid.
+    """
+    ranks = validation.count("ranks", ranks)
+    seed = validation.whole("seed", seed)
+    for name, value, kind in (("network", network, Network), ("compute", compute, Compute)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+    check_plan(faults, ranks)
+    network, compute = network or Network(), compute or Compute()
+    network.check_ranks(ranks)
+    compute.check_ranks(ranks)
+    return ranks, seed, network, compute, tuple(faults)

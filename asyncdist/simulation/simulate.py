@@ -33,7 +33,7 @@ from asyncdist.runtime.outside_loop import call_outside_loop, is_loop_running
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.stall_warnings import describe_task_wait
 from asyncdist.runtime.world import World, refuse_inside_a_world
-from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Arguments, Compute
+from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, check_arguments
 from asyncdist.simulation.determinism.asyncio_objects import Generators, ordered_sets
 from asyncdist.simulation.determinism.patched_clocks import patched_clocks
 from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
@@ -120,7 +120,7 @@ def simulate(
         TypeError, ValueError: An argument is of the wrong type or out of range.
     """
     validation.main_function(main, args)
-    arguments = Arguments.checked(ranks, seed, network, compute, faults)
+    ranks, seed, network, compute, faults = check_arguments(ranks, seed, network, compute, faults)
     if record is not None and keeps_recordings.get():
         validation.refuse("record", record, "None in a replayed script, because the recording would be replaced")
     recorded = RecordOptions.of(record, record_limit_nbytes, replaces=True)
@@ -132,10 +132,11 @@ def simulate(
     if is_loop_running():
         refuse_inside_a_world()
     _check_inherited(inherited_random)
+    make = functools.partial(_Simulation, ranks, seed, network, compute, faults, inherited_random)
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
     # _run_alone drops the simulation before these contexts exit, so that their last garbage collection frees it.
-    with one_at_a_time(), collecting_at_fixed_points(min(arguments.size, _COLLECTING_RANKS_MAX)):
-        report = _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
+    with one_at_a_time(), collecting_at_fixed_points(min(ranks, _COLLECTING_RANKS_MAX)):
+        report = _run_alone(make, lambda simulation: run(simulation, main, args))
     if not return_exceptions:
         report.check_ranks()
     return report
@@ -147,17 +148,12 @@ def _check_inherited(names: Any) -> None:
         validation.refuse("inherited_random", names, allowed)
 
 
-def _run_alone(
-    arguments: Arguments,
-    inherited_random: Collection[str],
-    run: Callable[[_Simulation], SimReport[Any]],
-) -> SimReport[Any]:
+def _run_alone(make: Callable[[], _Simulation], run: Callable[[_Simulation], SimReport[Any]]) -> SimReport[Any]:
     """Run a simulation with patched modules and random states, restore them, and return the report."""
-    states = RandomStates(arguments.size, arguments.seed, inherited_random)
-    simulation = _Simulation(arguments, states)
+    simulation = make()
 
     def run_here() -> SimReport[Any]:
-        with refused_outside(), patched_clocks(), ordered_sets(), states.of_this_thread():
+        with refused_outside(), patched_clocks(), ordered_sets(), simulation.states.of_this_thread():
             return run(simulation)
 
     try:
@@ -206,11 +202,19 @@ class _Clock:
 
 
 class _Simulation:
-    def __init__(self, arguments: Arguments, states: RandomStates) -> None:
-        self._size = size = arguments.size
-        self._seed = seed = arguments.seed
-        self._faults = faults = arguments.faults
-        compute = arguments.compute
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        network: Network,
+        compute: Compute,
+        faults: tuple[Fault, ...],
+        inherited_random: Collection[str],
+    ) -> None:
+        self.states = RandomStates(size, seed, inherited_random)
+        self._size = size
+        self._seed = seed
+        self._faults = faults
         self._fired = [0] * len(faults)
         # Each rank has its own generator, so that an additional message does not change all later computing times.
         self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
@@ -224,7 +228,7 @@ class _Simulation:
         self._trace = Trace()
         self._fabric = Fabric(
             size,
-            arguments.network,
+            network,
             faults,
             self._scheduler,
             random.Random(f"{seed} network"),
@@ -233,7 +237,6 @@ class _Simulation:
             self._kill,
         )
         self._first_ranks = first_ranks([self._fabric.network.host_of(rank) for rank in range(size)])
-        self._states = states
         self._turn_counts: Counter[int] = Counter()
         self._turn_kills = {
             (f.rank, f.at_turn): index
@@ -258,7 +261,7 @@ class _Simulation:
             self._scheduler,
             rank,
             before_turn=self._before_turn if self._turn_kills else None,
-            enter=self._states.switch,
+            enter=self.states.switch,
             background=Engine._tick,
         )
         loop.slowness = self._slowness[rank]
@@ -317,7 +320,7 @@ class _Simulation:
             try:
                 self._clear()
             finally:  # even if a task raises KeyboardInterrupt during the clean-up
-                self._states.restore()
+                self.states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
         """Run events. Return False if no event is left, or raise EndlessLoopError with a list of the looping tasks."""
@@ -467,7 +470,7 @@ class _Simulation:
         self._worlds.pop(rank, None)
         self._fabric.connect(self._loops)
         self._fabric.restart(rank)
-        self._states.restart(rank, self._fabric.liveness.incarnation_of(rank))
+        self.states.restart(rank, self._fabric.liveness.incarnation_of(rank))
         self._hosts[rank] = self._start(rank)
 
     def _whereabouts(self, what: str, of_whom: str) -> str:
