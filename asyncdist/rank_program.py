@@ -148,7 +148,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     if module or archive is not None:
         spec = archive.find_spec("__main__") if archive is not None else importlib.util.find_spec(module)
         main.__dict__.update(__spec__=spec, __package__=spec.parent if spec else "")
-    ending = _Ending()
+    codes = [0]
+    if os.environ.get(SURVIVAL_VARIABLE) == "1":
+        atexit.register(_exit_without_finalize, codes)
     process_id = os.getpid()
     try:
         exec(_compiled(script), main.__dict__)
@@ -159,7 +161,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         if code is not None and not isinstance(code, int):  # the argument of sys.exit was a message
             with contextlib.suppress(Exception):  # raised by the user's object
                 write_error(f"{code}\n")
-        code = ending.code = exit_code(code)
+        code = exit_code(code)
+        codes.append(code)
         is_child = os.getpid() != process_id  # a child forked by the script must not end the job
         if code and not is_child:
             _leave_world(error)
@@ -172,7 +175,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         shown = _leave_world(error) if os.getpid() == process_id else error
         if isinstance(shown, SystemExit):  # this restarted rank was too late, which is not a failure
             sys.exit(shown.code)
-        code = ending.code = _print_error(shown) or (130 if isinstance(error, KeyboardInterrupt) else 1)
+        code = _print_error(shown) or (130 if isinstance(error, KeyboardInterrupt) else 1)
+        codes.append(code)
         if os.getpid() == process_id:
             _end_job(code)
         sys.exit(code)
@@ -416,23 +420,16 @@ class _PrefixedLines(io.BufferedIOBase):
         return self._stream.isatty()
 
 
-class _Ending:
-    """Ends the process without MPI_Finalize, which may hang after a rank has died, if the job survives lost ranks.
+def _exit_without_finalize(codes: list[int]) -> None:
+    """Exit with the last of ``codes``. MPI_Finalize may hang after a rank has died, if the job survives lost ranks.
 
-    Its :mod:`atexit` function is registered before the script runs, and is therefore called last, after all threads
+    This :mod:`atexit` function is registered before the script runs, and is therefore called last, after all threads
     have ended. In a program that imports mpi4py itself, MPI_Finalize may still be called earlier.
     """
-
-    def __init__(self) -> None:
-        self.code = 0
-        if os.environ.get(SURVIVAL_VARIABLE) == "1":
-            atexit.register(self._end)
-
-    def _end(self) -> None:
-        try:
-            flush_output()
-        finally:
-            os._exit(self.code)
+    try:
+        flush_output()
+    finally:
+        os._exit(codes[-1])
 
 
 def write_past_mpirun() -> None:

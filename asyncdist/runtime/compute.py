@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import torch
 
@@ -25,22 +25,7 @@ T = TypeVar("T")
 _AT_THE_END: Final = (
     "a coroutine cannot raise StopIteration; await world.compute(next, iterator, None), which returns None at the end"
 )
-_AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
-
-
-class TorchModes(NamedTuple):
-    """Torch modes of a thread, which are copied to a worker thread.
-
-    Attributes:
-        autocast: Device type, whether autocast is enabled, and the autocast dtype, for each device type.
-        cuda_stream: Current CUDA stream, whose device is the current GPU, or None if this process uses no GPU.
-    """
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    default_device: torch.device
-    cuda_stream: torch.cuda.Stream | None
+_AUTOCAST_KINDS: Final = ("cpu", "cuda")
 
 
 class Computing:
@@ -92,7 +77,7 @@ class Computing:
     async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         # The exception of fn is returned as a value. A future cannot store StopIteration, and asyncio would treat
         # concurrent.futures.CancelledError, an ordinary error here, as a cancellation of this task.
-        call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
+        call = functools.partial(caught, in_these_modes(fn))
         future = self._in_thread(call) if clock is None else clock.run_concurrently(call)
         has_ended = False
 
@@ -169,30 +154,27 @@ def default_device() -> torch.device:
         return torch.device("cpu")
 
 
-def torch_modes() -> TorchModes:
-    """Return the current torch modes of the calling thread."""
-    return TorchModes(
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICE_KINDS
-        ),
-        default_device(),
-        torch.cuda.current_stream() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
-    )
+def in_these_modes(fn: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that calls ``fn``, possibly in another thread, with the calling thread's current torch modes.
 
+    The modes are grad, inference and autocast mode, the default device, and the CUDA stream, which selects the GPU.
+    """
+    with_grad, with_inference, device = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), default_device()
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_KINDS]
+    cuda_stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
-def call_in_modes(modes: TorchModes, fn: Callable[[], T]) -> T:
-    """Call ``fn`` with torch modes that :func:`torch_modes` returned in another thread."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(modes.inference))
-        stack.enter_context(torch.set_grad_enabled(modes.grad and not modes.inference))
-        for kind, is_enabled, dtype in modes.autocast:
-            # torch would warn about autocast for a GPU if there is no GPU.
-            if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-        if modes.default_device != default_device():  # An active device context slows every operator.
-            stack.enter_context(modes.default_device)
-        if modes.cuda_stream is not None:  # also selects the stream's device
-            stack.enter_context(torch.cuda.stream(modes.cuda_stream))
-        return fn()
+    def call() -> T:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(with_inference))
+            stack.enter_context(torch.set_grad_enabled(with_grad and not with_inference))
+            for kind, is_enabled, dtype in autocast:
+                # torch would warn about autocast for a GPU if there is no GPU.
+                if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
+            if device != default_device():  # An active device context slows every operator.
+                stack.enter_context(device)
+            if cuda_stream is not None:  # also selects the stream's device
+                stack.enter_context(torch.cuda.stream(cuda_stream))
+            return fn()
+
+    return call

@@ -53,9 +53,9 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         return
     world.peers.finalize()
     if announcements is not None:
-        await engine.until(lambda: announcements.stage >= Stage.ENDED, WaitId(WaitKind.OTHERS_ENDED))
+        await engine.until(lambda: announcements.departures.stage >= Stage.ENDED, WaitId(WaitKind.OTHERS_ENDED))
         end_at = engine.loop.time() + _FLUSH_S
-        await engine.until(lambda: announcements.is_over, WaitId(WaitKind.END_KNOWN), deadline=end_at)
+        await engine.until(lambda: announcements.departures.is_over, WaitId(WaitKind.END_KNOWN), deadline=end_at)
         return
     answered, left = world.peers.answered, world.services.left
     await engine.until(all_others_in(world, transport, answered, left), WaitId(WaitKind.OTHERS_ENDED))
@@ -67,7 +67,7 @@ async def _last_barrier(world: World, transport: Transport) -> None:
 def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
     announcements = world.peers.announcements
     if announcements is not None:
-        return lambda: announcements.stage >= Stage.LEFT
+        return lambda: announcements.departures.stage >= Stage.LEFT
     return all_others_in(world, transport, world.services.left, world.peers.answered)
 
 

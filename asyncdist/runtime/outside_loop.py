@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar, cast
 
-from asyncdist.runtime.compute import call_in_modes, caught, torch_modes
+from asyncdist.runtime.compute import caught, in_these_modes
 
 T = TypeVar("T")
 #: Seconds between two calls of ``meanwhile`` (:func:`call_outside_loop`).
@@ -38,7 +38,7 @@ def call_outside_loop(
     """
     if not is_loop_running():
         return fn()
-    call = functools.partial(contextvars.copy_context().run, call_in_modes, torch_modes(), fn)
+    call = functools.partial(contextvars.copy_context().run, in_these_modes(fn))
     outcomes: list[tuple[T | None, BaseException | None]] = []
     ended = threading.Event()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import dataclasses
 import functools
 import os
 import random
@@ -495,13 +496,9 @@ class World:
 
     def statistics(self) -> WorldStatistics:
         """Return the counts of messages, requests, streams and events since the world was opened."""
-        of_channels = self.services.channel_totals()
         return WorldStatistics(
             engine=self._engine.statistics(),
-            sent_count=of_channels.sent_count,
-            received_count=of_channels.received_count,
-            dropped=of_channels.dropped,
-            drop_examples=of_channels.drop_examples,
+            **dataclasses.asdict(self.services.channel_totals()),
             stream_sent_nbytes=self.services.slots.sent_nbytes,
             stream_received_nbytes=self.services.slots.received_nbytes,
             events=dict(self.services.events.counts),

@@ -88,7 +88,7 @@ def test_a_process_ends_without_usable_streams(
         (3, lambda: process_ends.exit_immediately(3)),
         (1, lambda: process_ends.end_forked_child(0, ValueError("boom"))),
         (1, lambda: process_ends.end_forked_child(0, SystemExit("message"))),
-        (0, rank_program._Ending()._end),
+        (0, lambda: rank_program._exit_without_finalize([0])),
         (5, lambda: matching.end_process(1, 5)),
         (signal.SIGKILL, replica_mates.end_as_lost),
     ]

@@ -55,7 +55,7 @@ def test_any_number_of_long_departures_fits_into_messages(pair_count: int) -> No
     for rank in range(3, size, 2):
         departures.add(Departure.of(rank, Stage.LEFT, (), (), (*told, (rank, rank))), rank)
     codec = wire.Codec(Departed | EndAcknowledged)
-    sent = [message for rank, message in departures.others() if rank == departures.neighbours[0]]
+    sent = [message for rank, message in departures.others() if rank == departures.tree.neighbours[0]]
     for message in sent:
         codec.encode(message)  # raises LocalProtocolError for a message above the size of a frame
     assert [rank for message in sent for each in message.departures for rank in each.ranks] == [*range(3, size, 2)]
@@ -238,7 +238,7 @@ def test_rank_that_lost_all_above_it_learns_the_end_from_others(size: int) -> No
     for rank in range(size):
         story.reach(rank, Stage.LEFT)
         story.reach(rank, Stage.ENDED)
-    above = [rank for rank in range(orphan) if story.ranks[rank]._tree.last >= orphan]
+    above = [rank for rank in range(orphan) if story.ranks[rank].tree.last >= orphan]
     while story.under_way:
         _, dest, message = story.under_way[-1]
         if dest == above[1] and isinstance(message, Departed) and message.stage == Stage.ENDED:

@@ -17,7 +17,7 @@ Reductions in rank order combine the ranks' tensors all at once or step by step,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -94,22 +94,6 @@ def _flipped(bits: Tensor) -> Tensor:
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
-class LeftFold(Protocol):
-    """Interface of reductions in rank order. Computing all at once or step by step gives the same result."""
-
-    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the reduction of all ranks' tensors."""
-
-    def add(self, total: Tensor, values: Tensor) -> None:
-        """Combine ``total``, the partial result of the preceding ranks, with the next rank's values, in place."""
-
-    def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Convert ``total`` to the result in place.
-
-        Return False if the result must be computed from all tensors at once.
-        """
-
-
 class OrderedReduction:
     """Reduces tensors in rank order with one numpy operation.
 
@@ -156,3 +140,5 @@ class Mean:
 
 
 MEAN: Final = Mean()
+#: A reduction in rank order. Computing all at once or step by step gives the same result.
+LeftFold: TypeAlias = OrderedReduction | Mean

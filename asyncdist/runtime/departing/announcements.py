@@ -19,7 +19,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.engine import Timer
 from asyncdist.messaging.services import Services
-from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndAcknowledged, Stage
+from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndAcknowledged
 from asyncdist.waits import WaitId, WaitKind
 
 #: Seconds by which announcements are delayed, so that several can share a message. The delay of the tree's root is a
@@ -47,6 +47,9 @@ class Announcements:
     Args:
         on_departure: Function called with each newly announced departure of ranks.
         on_failure: Function called with a failed rank and a summary of its error.
+
+    Attributes:
+        departures: Record of the ranks that have left or ended.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Announcements:
         self._services = services
         self._on_departure = on_departure
         self._on_failure = on_failure
-        self._departures = Departures(services.size, services.rank)
+        self.departures = Departures(services.size, services.rank)
         self._loop = services.engine.loop
         self._soon: asyncio.Handle | None = None
         self._later: Timer | None = None
@@ -77,19 +80,9 @@ class Announcements:
             counts_contacts=False,
         )
 
-    @property
-    def stage(self) -> Stage:
-        """Stage of a rank's end, such as "main has returned", that all ranks are known to have reached."""
-        return self._departures.stage
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks know that every rank has ended, so that this process may exit."""
-        return self._departures.is_over
-
     def depart(self, departure: Departure) -> None:
         """Announce to all ranks that main has returned on this rank, or that this rank has ended."""
-        self._departures.add(departure, self._services.rank)
+        self.departures.add(departure, self._services.rank)
         self._send_soon()
 
     def fail(self, rank: int, summary: str, source: int) -> None:
@@ -102,15 +95,15 @@ class Announcements:
         is_first = all(rank < other for other in self.failed)
         self.failed[rank] = summary
         if is_first:
-            for neighbour in self._departures.neighbours:
+            for neighbour in self.departures.tree.neighbours:
                 if neighbour not in (rank, source):
                     self._send(Failure(rank, summary), neighbour)
 
     def on_lost(self, rank: int) -> None:
         """Remove a lost rank from the tree, and send this rank's new neighbours the announcements that they lack."""
-        before = self._departures.neighbours
-        self._departures.on_lost(rank)
-        for neighbour in self._departures.neighbours:
+        before = self.departures.tree.neighbours
+        self.departures.on_lost(rank)
+        for neighbour in self.departures.tree.neighbours:
             if neighbour not in before and self.failed:
                 self._send(Failure(min(self.failed), self.failed[min(self.failed)]), neighbour)
         self._answer()
@@ -127,12 +120,12 @@ class Announcements:
         source = envelope.source
         match envelope.message:
             case Departed() as departed:
-                for departure in self._departures.on_departed(departed, source):
+                for departure in self.departures.on_departed(departed, source):
                     self._on_departure(departure)
                 self._answer()
                 self._send_soon()
             case EndAcknowledged():
-                self._departures.on_end_known(source)
+                self.departures.on_end_known(source)
                 self._answer()
                 self._send_soon()
             case Failure(rank, summary):
@@ -147,7 +140,7 @@ class Announcements:
 
     def _answer(self) -> None:
         """Acknowledge to the neighbours that all ranks have ended, if this rank's whole subtree knows it."""
-        for rank in self._departures.take_answers():
+        for rank in self.departures.take_answers():
             self._send(EndAcknowledged(), rank)
 
     def _send_soon(self) -> None:
@@ -158,10 +151,10 @@ class Announcements:
     def _send_urgent(self) -> None:
         engine = self._services.engine
         self._soon = None
-        self._send_all(self._departures.urgent())
-        if self._later is None and self._departures.has_more:
+        self._send_all(self.departures.urgent())
+        if self._later is None and self.departures.has_more:
             self._later = engine.call_later(self._delay_s(), WaitId(WaitKind.DEPARTURES), self._send_others)
-        if self._repeat is None and not self._departures.is_answered and self._repeat_count < _REPEAT_COUNT:
+        if self._repeat is None and not self.departures.is_answered and self._repeat_count < _REPEAT_COUNT:
             self._repeat = engine.call_later(
                 _REPEAT_S * 2**self._repeat_count, WaitId(WaitKind.DEPARTURES_AGAIN), self._send_again
             )
@@ -173,17 +166,17 @@ class Announcements:
         if self._first_departure_at is None:
             self._first_departure_at = now
         delay_s: float = min(_DELAY_PART * (now - self._first_departure_at), _DELAY_MAX_S)
-        return max(delay_s * 0.5**self._departures.level, _DELAY_MIN_S)
+        return max(delay_s * 0.5**self.departures.tree.level, _DELAY_MIN_S)
 
     def _send_others(self) -> None:
         self._later = None
-        self._send_all(self._departures.others())
+        self._send_all(self.departures.others())
 
     def _send_again(self) -> None:
         self._repeat = None
-        if not self._departures.is_answered:
+        if not self.departures.is_answered:
             self._repeat_count += 1
-            self._departures.resend_announcements()
+            self.departures.resend_announcements()
             self._answer()
             self._send_urgent()
 

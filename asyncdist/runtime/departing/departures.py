@@ -102,26 +102,26 @@ class EndAcknowledged:
 
 
 class Departures:
-    """Records which ranks have left or ended, and which of these departures each neighbour in the tree knows of."""
+    """Records which ranks have left or ended, and which of these departures each neighbour in the tree knows of.
+
+    Attributes:
+        tree: Tree of the living ranks. This rank sends to its neighbours in the tree.
+        stage: Stage that all ranks are known to have reached.
+    """
 
     def __init__(self, size: int, rank: int) -> None:
         self._size = size
         self._rank = rank
-        self._tree = SpanningTree(size, rank)
+        self.tree = SpanningTree(size, rank)
         self._known = _Reached()
         self._announced = _Reached()  # departures announced by the root, to be sent to the children
         self._accounts: dict[_Account, int] = {}  # bit sets of ranks, by their details
         self._lost = 0
-        self._sent: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
-        self._sent_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
+        self._sent: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self.tree.neighbours}
+        self._sent_stage: dict[int, int] = dict.fromkeys(self.tree.neighbours, 0)
         self._informed: set[int] = set()
         self._unanswered: set[int] = set()  # neighbours that wait for this rank's acknowledgement
         self.stage = Stage.IN_MAIN
-
-    @property
-    def neighbours(self) -> tuple[int, ...]:
-        """Ranks to which this rank sends: its parent and its children."""
-        return self._tree.neighbours
 
     def add(self, departure: Departure, source: int) -> list[Departure]:
         """Add an announcement from ``source``. Return the part of it that was unknown before.
@@ -138,9 +138,9 @@ class Departures:
         if unaccounted:
             self._accounts[account] = self._accounts.get(account, 0) | unaccounted
         self._known.add(ranks, stage)
-        if source == self._tree.parent:
+        if source == self.tree.parent:
             self._sent[source].add(ranks, stage)
-        if source != self._rank and source not in self._tree.children:
+        if source != self._rank and source not in self.tree.children:
             self._announced.add(ranks, stage)
         return list(_departures(unknown, stage, account))
 
@@ -184,37 +184,37 @@ class Departures:
     def on_lost(self, rank: int) -> None:
         """Record that ``rank`` is lost and need not end, and connect its neighbours in the tree to other ranks."""
         self._lost |= 1 << rank
-        self._tree.on_lost(rank)
-        self._sent = {neighbour: self._sent.get(neighbour, _Reached()) for neighbour in self.neighbours}
-        self._sent_stage = {neighbour: self._sent_stage.get(neighbour, 0) for neighbour in self.neighbours}
+        self.tree.on_lost(rank)
+        self._sent = {neighbour: self._sent.get(neighbour, _Reached()) for neighbour in self.tree.neighbours}
+        self._sent_stage = {neighbour: self._sent_stage.get(neighbour, 0) for neighbour in self.tree.neighbours}
 
     def resend_announcements(self) -> None:
         """Make :meth:`urgent` return unanswered messages a second time."""
-        parent = self._tree.parent
+        parent = self.tree.parent
         if parent is not None and self._sent_stage[parent] > self.stage:
             self._sent[parent], self._sent_stage[parent] = _Reached(), 0
         if self.stage == Stage.ENDED:
             if parent is not None:
                 self._unanswered.add(parent)
-            for child in self._tree.children:
+            for child in self.tree.children:
                 if child not in self._informed:
                     self._sent_stage[child] = 0
 
     @property
     def is_answered(self) -> bool:
         """Whether this rank's neighbours in the tree have answered all its messages that need an answer."""
-        parent = self._tree.parent
+        parent = self.tree.parent
         return self.is_over if self.stage >= Stage.ENDED else parent is None or self._sent_stage[parent] <= self.stage
 
     def urgent(self) -> list[tuple[int, Departed]]:
         """Return the announcements that must be sent to neighbours immediately, each with its receiver."""
-        parent = self._tree.parent
+        parent = self.tree.parent
         reached = self._reached()
         if parent is None and reached > self.stage:
             self.stage = reached
             self._announced.add_all(self._known)
         messages = []
-        for neighbour in self.neighbours:
+        for neighbour in self.tree.neighbours:
             stage = min(max(self.stage, reached), Stage.ENDED) if neighbour == parent else self.stage
             sent = self._departures_for(neighbour) if self._sent_stage[neighbour] < stage or neighbour != parent else []
             if self._sent_stage[neighbour] < stage:
@@ -225,37 +225,32 @@ class Departures:
 
     def others(self) -> list[tuple[int, Departed]]:
         """Return the announcements that may be delayed and combined with later ones, each with its receiver."""
-        parent = self._tree.parent
+        parent = self.tree.parent
         if parent is not None:
             return [(parent, message) for message in self._departures_for(parent)]
         self._announced.add_all(self._known)
-        return [(child, message) for child in self._tree.children for message in self._departures_for(child)]
+        return [(child, message) for child in self.tree.children for message in self._departures_for(child)]
 
     @property
     def has_more(self) -> bool:
         """Whether :meth:`others` may return messages."""
-        parent = self._tree.parent
+        parent = self.tree.parent
         sent = self._announced if parent is None else self._sent[parent]
         return self.stage < Stage.ENDED and self._known.has_more_than(sent)
 
     @property
-    def level(self) -> int:
-        """Depth of this rank in the tree if no rank is lost."""
-        return self._tree.level
-
-    @property
     def is_over(self) -> bool:
         """Whether every rank knows that all ranks have ended, and this rank's children have been notified of it."""
-        return self.stage == Stage.HEARD and all(self._sent_stage[child] == self.stage for child in self._tree.children)
+        return self.stage == Stage.HEARD and all(self._sent_stage[child] == self.stage for child in self.tree.children)
 
     @property
     def _does_subtree_know_end(self) -> bool:
-        return self.stage >= Stage.ENDED and self._informed.issuperset(self._tree.children)
+        return self.stage >= Stage.ENDED and self._informed.issuperset(self.tree.children)
 
     def _reached(self) -> Stage:
         if self._does_subtree_know_end:
             return Stage.HEARD
-        everybody = RankSet(range(self._tree.first, self._tree.last + 1)).bits
+        everybody = RankSet(range(self.tree.first, self.tree.last + 1)).bits
         for stage in Stage.ENDED, Stage.LEFT:
             if not everybody & ~(self._known.at(stage) | self._lost):
                 return stage
@@ -266,7 +261,7 @@ class Departures:
 
         Return none if all ranks have ended.
         """
-        known, sent = self._known if neighbour == self._tree.parent else self._announced, self._sent[neighbour]
+        known, sent = self._known if neighbour == self.tree.parent else self._announced, self._sent[neighbour]
         ended = known.ended & ~sent.ended
         left = known.left & ~sent.left & ~ended
         if self.stage >= Stage.ENDED or not ended | left:

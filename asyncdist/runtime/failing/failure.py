@@ -124,8 +124,7 @@ async def fail(
             if first_rank is None:
                 _print_failure(world.rank, error, engine.failure if from_peer else None)
             else:
-                same = f"rank {world.rank} failed in the same way as rank {first_rank}: {summarise(error)}"
-                _report.print_line(same, error)
+                _print_same_error(world.rank, first_rank, error)
     is_newcomer = not world.services.is_admitted and engine.failure is None
     if engine.failure is None:
         engine.fail(peer_failed(world.rank, summarise(error)))
@@ -220,6 +219,10 @@ def _notified_anyway(rank: int, error: BaseException) -> Iterator[None]:
             local_host.print_line(
                 f"asyncdist: rank {rank} failed: {summarise(error)}; printing it failed: {summarise(failure)}"
             )
+
+
+def _print_same_error(rank: int, first_rank: int, error: BaseException) -> None:
+    _report.print_line(f"rank {rank} failed in the same way as rank {first_rank}: {summarise(error)}", error)
 
 
 async def _wait_for_end_reason(world: World, seconds: float) -> None:
@@ -317,7 +320,10 @@ def all_others_in(world: World, transport: Transport, *groups: RankSet) -> Calla
     """Return a function that returns whether every other rank is lost, or in one of the sets, which may change."""
 
     def is_complete() -> bool:
-        found = RankSet(transport.lost_ranks())
+        lost = transport.lost_ranks()
+        if len(lost) + sum(map(len, groups)) < world.size - 1:  # This runs for each message, and is mostly the answer.
+            return False
+        found = RankSet(lost)
         found.add(world.rank)
         for group in groups:
             found |= group
