@@ -10,6 +10,7 @@ The job was started by ``asyncdist run --places``. HOST:PORT is the address of i
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import select
@@ -33,22 +34,11 @@ _ANSWER_S: Final = 60.0
 _GIVE_BACK_S: Final = 5.0
 
 
-def run(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    address: str,
-    ranks: int = 1,
-    threads: int | None = None,
-    restarts: int = 0,
-    environ: Mapping[str, str],
-) -> int:
+def run(script: str, arguments: Sequence[str], options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run ranks of a script that join a job under free rank numbers, until all of them have ended.
 
     Args:
-        address: Address of the job, as printed by its launcher.
-        threads: OMP_NUM_THREADS of each rank; None for the user's value or the rank's share of the cores.
-        restarts: Maximum number of restarts of each rank after a signal has killed it.
+        options: Options of ``asyncdist run``. The job's address in ``join`` was printed by its launcher.
 
     Returns:
         The exit code, as for :func:`asyncdist.launch.local_ranks.run`.
@@ -56,6 +46,7 @@ def run(
     Raises:
         LaunchError: The script does not exist, no job is at the address, or too few of its places are free.
     """
+    address, ranks = options.join, options.ranks or 1
     local_host.check_script(script)
     local_host.check_ranks(ranks)
     host, port = _parse(address)
@@ -64,10 +55,11 @@ def run(
     keeper = _start_keeper(host, port, ranks, {**environ, environment.SECRET_VARIABLE: secret})
     try:
         job = _read_claim(keeper, address)
+        threads = options.threads_per_rank
         environments = build_environments(environ, job, host=host, port=port, threads=threads, secret=secret)
         taken = ", ".join(map(str, environments))
         local_host.print_launcher_line(f"joins as rank{'s' if ranks > 1 else ''} {taken} of {job['size']}")
-        store = contextlib.nullcontext(keeper)
+        store, restarts = contextlib.nullcontext(keeper), options.restarts or 0
         return local_ranks.run_ranks(
             script, arguments, environments, restarts=restarts, store=store, is_open=True, have_joined=True
         )

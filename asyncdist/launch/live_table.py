@@ -99,7 +99,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
 
     draw(live.start)
     pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
-    copiers = [threading.Thread(target=_copy_and_close, args=(pipe, console), daemon=True) for pipe in pipes]
+    copiers = [threading.Thread(target=_copy, args=(pipe, console), daemon=True) for pipe in pipes]
     for copier in copiers:
         copier.start()
     try:
@@ -124,11 +124,6 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
         draw(live.stop)
 
 
-def _copy_and_close(pipe: IO[bytes], console: Console) -> None:
-    with pipe:
-        _copy(pipe, console)
-
-
 def _copy(pipe: IO[bytes], console: Console) -> None:
     """Print each line from the pipe above the table. For a progress bar, print only its last state.
 
@@ -136,13 +131,14 @@ def _copy(pipe: IO[bytes], console: Console) -> None:
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = ""
-    while data := os.read(pipe.fileno(), 1 << 16):
-        *lines, begun = (begun + decoder.decode(data)).split("\n")
-        begun = begun[max(0, begun.rfind("\r", 0, -1)) :]
-        if len(begun) > _LINE_LENGTH_MAX:
-            lines, begun = [*lines, begun], ""
-        if lines:
-            _print("\n".join(map(_last_state, lines)), console)
+    with pipe:
+        while data := os.read(pipe.fileno(), 1 << 16):
+            *lines, begun = (begun + decoder.decode(data)).split("\n")
+            begun = begun[max(0, begun.rfind("\r", 0, -1)) :]
+            if len(begun) > _LINE_LENGTH_MAX:
+                lines, begun = [*lines, begun], ""
+            if lines:
+                _print("\n".join(map(_last_state, lines)), console)
     if begun:
         _print(_last_state(begun), console)
 

@@ -6,6 +6,7 @@ through :mod:`asyncdist.launch.supervision.mpirun_process`. A child process repo
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.metadata
 import os
@@ -71,25 +72,11 @@ class Installation:
     launchers: Mapping[environment.Flavour, str]
 
 
-def run(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    ranks: int | None,
-    hosts: Sequence[Host] = (),
-    ssh: Sequence[str] = (),
-    mpi: environment.Flavour | None = None,
-    threads: int | None = None,
-    survives: bool = False,
-    environ: Mapping[str, str],
-) -> int:
-    """Run ``ranks`` ranks of a script on this host, or on ``hosts``, and return the job's exit code.
+def run(script: str, arguments: Sequence[str], options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Run ranks of a script on this host, or on other hosts, and return the job's exit code.
 
     Args:
-        ssh: Words of the command that reaches a host.
-        mpi: MPI to use, Open MPI or MPICH; None for the one that mpi4py loads.
-        threads: OMP_NUM_THREADS of each rank; None for the user's value or the rank's share of the cores.
-        survives: Whether the job continues when ranks die.
+        options: Options of ``asyncdist run``. The ``hosts`` and the words of the command ``ssh`` are lists.
 
     Returns:
         128 plus the number of the ending signal that this process received, if any. Otherwise the exit code of the rank
@@ -99,18 +86,20 @@ def run(
     Raises:
         LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the job.
     """
-    if ranks is not None and not hosts:
+    ranks, threads, survives = options.ranks, options.threads_per_rank, options.survive
+    hosts: Sequence[Host] = options.hosts
+    if not hosts:
         local_host.check_script(script)
         local_host.check_ranks(ranks)
     environ = mpi_folders.without_outer(child_environment.without_launchers(environ))
     installation = find_installation(environ)
-    flavour = choose_flavour(installation, mpi)
+    flavour = choose_flavour(installation, options.mpi)
     if survives:
         check_survival(installation)
     mpirun = installation.launchers[flavour]
     token = mpi_folders.draw_token()
     with (
-        remote_hosts.connected(hosts, ssh, script, needs=[mpirun], reports=token) as agents,
+        remote_hosts.connected(hosts, options.ssh, script, needs=[mpirun], reports=token) as agents,
         mpi_folders.kept(token) as folders,
     ):
         if flavour == "openmpi":
@@ -118,9 +107,8 @@ def run(
         if agents:
             fullest = min(agents, key=lambda agent: agent.cores / agent.host.slots)
             on_one, cores = fullest.host.slots, fullest.cores
-            environ = {**ssh_settings(flavour, ssh), **({} if survives else _PROBED_HOSTS), **environ}
+            environ = {**ssh_settings(flavour, options.ssh), **({} if survives else _PROBED_HOSTS), **environ}
         else:
-            assert ranks is not None
             if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # Open MPI could use any other interface
                 addresses.check_loopback()
             on_one, cores = ranks, local_host.available_cores()

@@ -187,35 +187,25 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _run_on_mpi(script: str, arguments: Sequence[str], options: argparse.Namespace, environ: _Variables) -> int:
     from asyncdist.launch import mpirun
 
-    return mpirun.run(
-        script,
-        arguments,
-        ranks=options.ranks,
-        hosts=options.hosts,
-        ssh=options.ssh,
-        mpi=options.mpi,
-        threads=options.threads_per_rank,
-        survives=options.survive,
-        environ=environ,
-    )
+    return mpirun.run(script, arguments, options, environ)
 
 
 def _run_on_torch(script: str, arguments: Sequence[str], options: argparse.Namespace, environ: _Variables) -> int:
     from asyncdist.launch import joining_ranks, local_ranks
     from asyncdist.launch.hosts import remote_ranks
 
-    threads, restarts = options.threads_per_rank, options.restarts or 0
     if options.join is not None:
-        address, ranks = options.join, options.ranks or 1
-        return joining_ranks.run(
-            script, arguments, address=address, ranks=ranks, threads=threads, restarts=restarts, environ=environ
-        )
+        return joining_ranks.run(script, arguments, options, environ)
     if options.hosts:
-        hosts, ssh = options.hosts, options.ssh
-        return remote_ranks.run(script, arguments, hosts=hosts, ssh=ssh, threads=threads, environ=environ)
-    ranks, places = options.ranks, options.places
+        return remote_ranks.run(script, arguments, options, environ)
     return local_ranks.run(
-        script, arguments, ranks=ranks, threads=threads, restarts=restarts, places=places, environ=environ
+        script,
+        arguments,
+        ranks=options.ranks,
+        threads=options.threads_per_rank,
+        restarts=options.restarts or 0,
+        places=options.places,
+        environ=environ,
     )
 
 

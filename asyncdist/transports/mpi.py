@@ -56,7 +56,7 @@ OPEN_PATIENCE_S: Final = 30.0
 #: Maximum number of prepared sends, which use about 1 KiB of memory each.
 REPEATED_SEND_COUNT_MAX: Final = 1024
 #: Fraction of a large tensor that its sender writes into the memory of a receiver on its host. MPI sends the rest.
-WRITTEN_SHARE: Final = 0.5
+_WRITTEN_SHARE: Final = 0.5
 
 
 def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -> Any:
@@ -168,7 +168,7 @@ class MpiMessages(Transport):
     """Sends messages on a duplicate of ``MPI.COMM_WORLD``, so that user code may use MPI, too.
 
     ``check_library`` is called with the MPI library's version string before MPI_Init, and may raise an error.
-    ``finalizes`` is true if the process calls MPI_Finalize at its end.
+    ``survives`` is true if the job continues when ranks die. The process then never calls MPI_Finalize.
 
     Raises:
         TransportError: There is no usable MPI library, or the ranks of the job cannot reach each other.
@@ -176,9 +176,9 @@ class MpiMessages(Transport):
 
     name = "mpi"
 
-    def __init__(self, check_library: Callable[[str], None] | None, *, finalizes: bool) -> None:
+    def __init__(self, check_library: Callable[[str], None] | None, *, survives: bool) -> None:
         try:
-            self._mpi = mpi = _load_mpi(check_library, finalizes=finalizes)
+            self._mpi = mpi = _load_mpi(check_library, finalizes=not survives)
             self.rank, self.size = int(mpi.COMM_WORLD.rank), int(mpi.COMM_WORLD.size)
             self._check_world()
             with _explaining_errors(mpi), _warns_of_absent_ranks(mpi.COMM_WORLD):
@@ -191,7 +191,15 @@ class MpiMessages(Transport):
             raise
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         self._end_comm.Set_errhandler(mpi.ERRORS_RETURN)
-        self._tag_max = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767)
+        self.capabilities = Capabilities(
+            native_collectives=not survives,
+            survives_rank_loss=survives,
+            wakes=False,
+            tag_max=int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767),
+            one_sided_reads=not survives,
+            shares_memory=True,
+            written_share=_WRITTEN_SHARE,
+        )
         self._repeated: dict[tuple[int, int, int], PersistentSend] = {}
         self._leave: Callable[[], None] | None = None  # function to call before MPI_Finalize
         self._leave_key: int | None = None
@@ -310,18 +318,9 @@ class MpiTransport(MpiMessages):
         is_programs = mpi is not None and mpi.Is_initialized() and not MpiTransport._has_started_mpi
         programs = () if is_programs else open_descriptors()
         MpiTransport._has_started_mpi |= not is_programs
-        super().__init__(check_library, finalizes=True)
+        super().__init__(check_library, survives=False)
         # Without probes, TCP retries over a lost link for 15 minutes.
         probe_all(set(open_descriptors()).difference(programs))
-        self.capabilities = Capabilities(
-            native_collectives=True,
-            survives_rank_loss=False,
-            wakes=False,
-            tag_max=self._tag_max,
-            one_sided_reads=True,
-            shares_memory=True,
-            written_share=WRITTEN_SHARE,
-        )
         self._world_group = MpiGroup(self._mpi, self._comm, range(self.size))
         self._end_group = MpiGroup(self._mpi, self._end_comm, range(self.size))
 

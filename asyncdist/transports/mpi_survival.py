@@ -28,11 +28,10 @@ from asyncdist.transports import mpi_launchers
 from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
-    Capabilities,
     PersistentReceive,
     Request,
 )
-from asyncdist.transports.mpi import WRITTEN_SHARE, MpiMessages
+from asyncdist.transports.mpi import MpiMessages
 from asyncdist.transports.mpi_requests import WildcardReceive
 from asyncdist.wording import ranks_in_words
 
@@ -54,16 +53,8 @@ class SurvivingMpiTransport(MpiMessages):
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
         rank_program.report_to_guardian(rank_program.OPENS_WORLD)
-        super().__init__(check_library, finalizes=False)
+        super().__init__(check_library, survives=True)
         self.launch_nonce = mpi_launchers.job_number(next(_world_counts))
-        self.capabilities = Capabilities(
-            native_collectives=False,
-            survives_rank_loss=True,
-            wakes=False,
-            tag_max=self._tag_max,
-            shares_memory=True,
-            written_share=WRITTEN_SHARE,
-        )
         self._losses = {self._mpi.ERR_PROC_FAILED, self._mpi.ERR_PROC_FAILED_PENDING}
         self._lost: set[int] = set()
         self._lost_ranks: frozenset[int] = frozenset()

@@ -5,44 +5,38 @@
 
 from __future__ import annotations
 
+import argparse
 import queue
 from collections.abc import Mapping, Sequence
 
 from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import local_ranks
 from asyncdist.launch.hosts import remote_hosts
-from asyncdist.launch.hosts.remote_hosts import Agent, Host, RemoteRank
+from asyncdist.launch.hosts.remote_hosts import Agent, RemoteRank
 from asyncdist.launch.supervision.supervisor import Event, Supervisor, signals_as_events
 from asyncdist.launchers import child_environment
 from asyncdist.trust import job_secret
 
 
-def run(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    hosts: Sequence[Host],
-    ssh: Sequence[str],
-    threads: int | None = None,
-    environ: Mapping[str, str],
-) -> int:
-    """Run ranks of a script on these hosts. Return the exit code, as :func:`asyncdist.launch.local_ranks.run` does.
+def run(script: str, arguments: Sequence[str], options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Run ranks of a script on other hosts. Return the exit code, as :func:`asyncdist.launch.local_ranks.run` does.
 
     Args:
-        ssh: Words of the command that reaches a host.
-        threads: OMP_NUM_THREADS of each rank; None for the user's value or the rank's share of the cores.
+        options: Options of ``asyncdist run``. The ``hosts`` and the words of the command ``ssh`` are lists.
         environ: Environment of this process. The ranks get the variables that do not describe this host.
     """
     command = rank_program.rank_command(script, arguments)
     secret = local_ranks.given_secret(environ) or job_secret.draw()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with (
-        remote_hosts.connected(hosts, ssh, script) as agents,
+        remote_hosts.connected(options.hosts, options.ssh, script) as agents,
         signals_as_events(events),
         remote_hosts.giving_up_silent_hosts(agents),
     ):
         where = [agent for agent in agents for _ in range(agent.host.slots)]
-        environments = dict(enumerate(build_environments(environ, agents, threads=threads, secret=secret)))
+        environments = dict(
+            enumerate(build_environments(environ, agents, threads=options.threads_per_rank, secret=secret))
+        )
 
         def start_rank(rank: int, variables: Mapping[str, str]) -> RemoteRank:
             return where[rank].start(rank, command, variables, lambda: events.put(("ended", rank)))

@@ -136,7 +136,7 @@ class _Job:
 
     def _start_threads(self) -> None:
         assert self._process.stderr is not None
-        self._copier = threading.Thread(target=self._copy_and_close, args=(self._process.stderr,), daemon=True)
+        self._copier = threading.Thread(target=self._copy, args=(self._process.stderr,), daemon=True)
         self._copier.start()
         self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
         self._reader.start()
@@ -298,23 +298,19 @@ class _Job:
         rank, what, number = line.split()
         self._events.put(("report", (int(rank), what, int(number), agent)))
 
-    def _copy_and_close(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            self._copy(pipe)
-
     def _copy(self, pipe: IO[bytes]) -> None:
         """Copy mpirun's standard error, except reports of guardian processes and messages that blame a rank."""
-        while True:
-            if self._output_filter.has_held_bytes and not select.select([pipe], [], [], _HOLD_S)[0]:
-                local_host.write_output(2, self._output_filter.flush())
-                continue
-            data = os.read(pipe.fileno(), 1 << 16)
-            local_host.write_output(2, self._output_filter.feed(data) if data else self._output_filter.flush())
-            for report in self._output_filter.reports:
-                self._put_report(report.decode())
-            self._output_filter.reports.clear()
-            if not data:
-                return
+        with pipe:
+            data = b"more"
+            while data:
+                if self._output_filter.has_held_bytes and not select.select([pipe], [], [], _HOLD_S)[0]:
+                    local_host.write_output(2, self._output_filter.flush())
+                    continue
+                data = os.read(pipe.fileno(), 1 << 16)
+                local_host.write_output(2, self._output_filter.feed(data) if data else self._output_filter.flush())
+                for report in self._output_filter.reports:
+                    self._put_report(report.decode())
+                self._output_filter.reports.clear()
 
 
 class _RemoteGuardian:
