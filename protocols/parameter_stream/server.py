@@ -219,24 +219,23 @@ class SnapshotServer:
         """Abort all requests for rounds up to ``last``, in which this rank offers no further snapshot."""
         self._ended_round = max(self._ended_round, last)
         self._no_means = {each for each in self._no_means if each[0] > last}
-        for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
-            del self._early[key]
-            self._refuse(key)
+        self._refuse_early(lambda number, _: number <= last)
 
     def end_means(self, last: int) -> None:
         """Abort all requests for means of rounds up to ``last``, in which this rank offers no mean."""
         self._ended_mean_round = max(self._ended_mean_round, last)
-        for key in [key for key, (asked, request) in self._early.items() if asked <= last and mean_asked(request)]:
-            del self._early[key]
-            self._refuse(key)
+        self._refuse_early(lambda number, part: part is not None and number <= last)
 
     def end_mean(self, round: int, part: Part) -> None:
         """Abort all requests for the mean of ``part`` in ``round``. This rank no longer offers that mean."""
         self._no_means.add((round, part))
-        for key, (asked, request) in list(self._early.items()):
-            if asked == round and mean_asked(request) == part:
-                del self._early[key]
-                self._refuse(key)
+        self._refuse_early(lambda *asked: asked == (round, part))
+
+    def _refuse_early(self, is_over: Callable[[int, Part | None], bool]) -> None:
+        """Refuse the waiting requests whose round, and part of a mean, will have no offer."""
+        for key in [key for key, (number, request) in self._early.items() if is_over(number, mean_asked(request))]:
+            del self._early[key]
+            self._refuse(key)
 
     def enter_epoch(self, epoch: int) -> None:
         """Follow the coordinator with number ``epoch``. Abort all waiting requests, because their rounds have ended."""

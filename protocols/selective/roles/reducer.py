@@ -20,7 +20,7 @@ from asyncdist import AsyncdistError, RankLostError, RemoteProtocolError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream
 from asyncdist.protocols.parameter_stream.messages import part_chunk_nbytes, stream_nbytes
-from asyncdist.protocols.parameter_stream.neighbours import PartReading
+from asyncdist.protocols.parameter_stream.neighbours import Reading
 from asyncdist.protocols.parameter_stream.parts import Part, PartBuffers, PartPool, new_part
 from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
@@ -88,7 +88,7 @@ class _Sum:
     assign: Assign
     part: Part
     buffers: PartBuffers
-    asked: dict[int, InboundStream | PartReading] = field(default_factory=dict)
+    asked: dict[int, InboundStream | Reading] = field(default_factory=dict)
     given: dict[int, FlatBuffers] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     offer: Offer | None = None
@@ -209,7 +209,7 @@ class Reducer:
         if donor not in state.given:
             raise RankLostError(f"rank {donor} could not be asked for its part of the weights", rank=donor)
         stream = state.asked.get(donor)
-        if isinstance(stream, PartReading):
+        if isinstance(stream, Reading):
             await stream.whole()
         return state.given[donor]
 
@@ -238,7 +238,7 @@ class Reducer:
         stream = state.asked.pop(donor, None)
         if stream is not None:
             self.received_nbytes += stream.received_nbytes
-            self.read_nbytes += stream.received_nbytes if isinstance(stream, PartReading) else 0
+            self.read_nbytes += stream.received_nbytes if isinstance(stream, Reading) else 0
             channel = self._server.channel
             stream.finish(lambda stream: cancel_stream(self._services, channel, stream, state.round))
 
