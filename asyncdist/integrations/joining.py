@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -24,6 +23,7 @@ from asyncdist.blocking.world import World
 from asyncdist.errors import BusyError, ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
 from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.integrations.metrics import warning_of_judge
+from asyncdist.integrations.patching import replaces
 from asyncdist.integrations.random_numbers import reads_in_order, seed_by_number
 from asyncdist.launchers import child_environment, detection
 from asyncdist.protocols import (
@@ -70,17 +70,14 @@ def hide_ranks_from(state: Any) -> None:
     ``notebook_launcher`` forks its ranks from a process that may have imported the integration. It sets the ranks'
     variables afterwards.
     """
-    make = state.__init__
-    if hasattr(make, "__wrapped__"):  # another integration has patched it
+    if hasattr(state.__init__, "__wrapped__"):  # another integration has patched it
         return
 
-    @functools.wraps(make)
-    def make_hidden(self: Any, *args: Any, **options: Any) -> None:
+    @replaces(state, "__init__")
+    def make_hidden(make: Any, *args: Any, **options: Any) -> None:
         if not state._shared_state:
             hide_ranks()
-        make(self, *args, **options)
-
-    state.__init__ = make_hidden
+        make(*args, **options)
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:

@@ -16,7 +16,6 @@ Each rank has its own trainer, which reads its own data, and validates and saves
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -42,6 +41,7 @@ from asyncdist.integrations.joining import (
     warn_of_common_rows,
 )
 from asyncdist.integrations.metrics import RunningLoss
+from asyncdist.integrations.patching import replaces
 from asyncdist.integrations.random_numbers import (
     draw,
     saves_order,
@@ -203,9 +203,9 @@ class Averaging(Callback, Generic[PolicyT]):
         strategy: Any = trainer.strategy
         if "process_dataloader" in vars(strategy):  # an earlier fit has patched the strategy
             return
-        process = strategy.process_dataloader
 
-        def process_for_rank(loader: Any) -> Any:
+        @replaces(strategy, "process_dataloader")
+        def process_for_rank(process: Any, loader: Any) -> Any:
             loader = process(loader)
             if trainer.training:
                 seed = draw() if self._replica_size == 1 else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
@@ -215,8 +215,6 @@ class Averaging(Callback, Generic[PolicyT]):
                     states = [] if saves_order(loader) else loop._combined_loader_states_to_load
                     loop._combined_loader_states_to_load = with_seeds_by_number(states, self._number)
             return loader
-
-        strategy.process_dataloader = process_for_rank
 
     def _use_rank_folder(self, trainer: pl.Trainer) -> None:
         if self._world.size > 1:
@@ -527,14 +525,11 @@ def _settle_before_saving(strategy: Any) -> None:
     """
     if "lightning_module_state_dict" in vars(strategy):  # an earlier fit has patched the strategy
         return
-    read = strategy.lightning_module_state_dict
 
-    @functools.wraps(read)
-    def settle_and_read() -> Any:
+    @replaces(strategy, "lightning_module_state_dict")
+    def settle_and_read(read: Any) -> Any:
         settle_open_trainings()
         return read()
-
-    strategy.lightning_module_state_dict = settle_and_read
 
 
 def _hide_ranks_of_mpi() -> None:
@@ -548,21 +543,16 @@ def _write_below_from_the_beginning() -> None:
     """Patch ``Trainer`` so that new trainers use their rank's folder before ``fit`` searches for checkpoints."""
     for name in _LIBRARIES:
         kind = getattr(sys.modules.get(name), "Trainer", None)
-        if kind is None or hasattr(kind.__init__, "gives_folders"):
-            continue
-        kind.__init__ = _giving_folders(kind.__init__)
+        if kind is not None and not hasattr(kind.__init__, "gives_folders"):
+            replaces(kind, "__init__")(_make_for_rank)
+            kind.__init__.gives_folders = True
 
 
-def _giving_folders(make: Any) -> Any:
-    @functools.wraps(make)
-    def make_for_rank(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        for callback in self.callbacks:
-            if isinstance(callback, Averaging):
-                callback._use_rank_folder(self)
-
-    make_for_rank.gives_folders = True  # type: ignore[attr-defined]
-    return make_for_rank
+def _make_for_rank(make: Any, trainer: Any, *args: Any, **options: Any) -> None:
+    make(trainer, *args, **options)
+    for callback in trainer.callbacks:
+        if isinstance(callback, Averaging):
+            callback._use_rank_folder(trainer)
 
 
 def _write_below(trainer: pl.Trainer, folder: str) -> None:
