@@ -216,7 +216,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             if self._replacement is replacement:
                 self._replacement = None  # this rank is not among the worst, so it keeps its weights
             return ""
-        self._counts["killed"] = replacement.number
+        self._counts["killed"] = replacement.round
         choice = choose(rank, metrics, self._group.size, self._rules, self._random.sample)
         if choice is None and self._group.size - 1 > count_max:
             raise UnreadableError(f"none of the {count_max} ranks that were drawn can be a donor")

@@ -386,7 +386,7 @@ def test_failed_reads_are_counted_by_reasons_without_values() -> None:
         record = None if metric is None else SimpleNamespace(metric=metric)
         window.published_by = AsyncMock(return_value=record)
         with pytest.raises(UnreadableError) as error:
-            asyncio.run(reader.read(Replacement(1, 0.0), replace(choice, donors=donors), deadline=1.0))
+            asyncio.run(reader.read(Replacement(round=1, began_at=0.0), replace(choice, donors=donors), deadline=1.0))
         found.add(str(error.value).partition(":")[0])
     assert len(found) == 2
 
