@@ -44,8 +44,6 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.protocols.replay_buffer.endings import abandoned_error, ended_error, late_error
-from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
 from asyncdist.protocols.replay_buffer.messages import (
     INLINE_NBYTES_MAX,
     Add,
@@ -63,8 +61,18 @@ from asyncdist.protocols.replay_buffer.messages import (
     Update,
     Welcome,
     Withdraw,
+    declare,
+    declared,
+    refuse_grant,
+    scopes,
 )
-from asyncdist.protocols.replay_buffer.requests import PendingCall, RequestLimit
+from asyncdist.protocols.replay_buffer.requests import (
+    PendingCall,
+    RequestLimit,
+    abandoned_error,
+    ended_error,
+    late_error,
+)
 from asyncdist.protocols.replay_buffer.store import Batch, RowLayout
 from asyncdist.protocols.replay_buffer.values import Sample, as_ids, as_priorities
 from asyncdist.runtime.failing.process_ends import end_forked_child
@@ -74,6 +82,7 @@ from asyncdist.waits import WaitId, WaitKind
 _REQUEST_COUNT: Final = 1 << 32  # the frame header has 32 bits for the request number
 #: Capacity of the client's channel: no limit, because the server's ``in_flight_max`` limits the requests.
 _CAPACITY: Final = _REQUEST_COUNT
+_NO_PAYLOAD: Final = np.empty(0, np.uint8)
 #: Seconds after which a client repeats its ``Open`` message for the first time. The delay doubles each time.
 _OPEN_PERIOD_S: Final = 0.25
 #: Seconds to wait for the server's end reason, after the server has left or has aborted a stream.
@@ -282,7 +291,7 @@ class ReplayBuffer:
         try:
             if self._own_layout is None:  # a task that was started with this one may add items first
                 await yield_to_loop()
-            drawn: Drawn = await self._call(lambda request: (Draw(request, count, beta, wait), None), self._draw_limit)
+            drawn: Drawn = await self._call(lambda request, _: Draw(request, count, beta, wait), self._draw_limit)
             return await self._unpack(drawn, count)
         finally:
             self._drawing_count -= 1
@@ -329,15 +338,9 @@ class ReplayBuffer:
                 message.
             payload: Bytes of the items or priorities.
         """
-
-        def with_payload(request: int) -> tuple[Add | Update, npt.NDArray[np.uint8] | None]:
-            if len(payload) <= INLINE_NBYTES_MAX:
-                return make(request, payload.tobytes()), None
-            return make(request, b""), np.array(payload)  # copied: the stream continues if the caller is cancelled
-
         self._adding_count += 1
         try:
-            return await self._call(with_payload, self._add_limit)
+            return await self._call(make, self._add_limit, payload)
         finally:
             self._adding_count -= 1
             if not self._adding_count:
@@ -345,29 +348,31 @@ class ReplayBuffer:
 
     async def _call(
         self,
-        make: Callable[[int], tuple[Add | Update | Draw, npt.NDArray[np.uint8] | None]],
+        make: Callable[[int, bytes], Add | Update | Draw],
         limit: RequestLimit,
+        payload: npt.NDArray[np.uint8] = _NO_PAYLOAD,
     ) -> Any:
         """Send a request when the limit of unanswered requests allows, and return the server's answer.
 
         If the caller is cancelled, the request still counts as unanswered until its answer arrives.
 
         Args:
-            make: Function that returns the request and the payload to stream (or None), given the request's number.
+            make: See :meth:`_change`.
             limit: Limit of unanswered requests of this kind.
         """
         self._welcomed()
         await limit.acquire(self._awaited(WaitKind.REPLAY_ROOM))
-        if self._error is not None:
-            limit.release()
-            raise self._error
-        request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
         try:
-            message, payload = make(request)
-        except BaseException:  # usually MemoryError
+            if self._error is not None:
+                raise self._error
+            request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
+            is_inline = len(payload) <= INLINE_NBYTES_MAX
+            message = make(request, payload.tobytes() if is_inline else b"")
+            streamed = None if is_inline else np.array(payload)  # the stream continues if the caller is cancelled
+        except BaseException:  # the buffer has ended, or memory has run out
             limit.release()
             raise
-        call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), payload, limit)
+        call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), streamed, limit)
         what = self._awaited()
         try:
             self._send(message)

@@ -36,7 +36,6 @@ from asyncdist.protocols.replay_buffer.clients import (
     describe_draws,
     may_add_more,
 )
-from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
 from asyncdist.protocols.replay_buffer.messages import (
     INLINE_NBYTES_MAX,
     Add,
@@ -54,6 +53,10 @@ from asyncdist.protocols.replay_buffer.messages import (
     Update,
     Welcome,
     Withdraw,
+    declare,
+    declared,
+    refuse_grant,
+    scopes,
 )
 from asyncdist.protocols.replay_buffer.store import Batch, ReplayStore, RowLayout
 from asyncdist.protocols.replay_buffer.values import ReplayStatistics, check_clients, check_options
@@ -248,18 +251,17 @@ class _Server:
 
     def _handle(self, envelope: Envelope[ReplayMessage]) -> None:
         client = self._clients.get(envelope.source)
-        if client is not None:
-            client.last_message_at = self._services.time()
         if client is None:
             if isinstance(envelope.message, Open):
-                own, assigned = self._services.rank, sorted(self._clients)
                 reason = (
-                    f"rank {envelope.source} is not a client of the replay buffer {self._name!r} on rank {own}; the "
-                    f"clients are {assigned}"
+                    f"rank {envelope.source} is not a client of the replay buffer {self._name!r} on rank "
+                    f"{self._services.rank}; the clients are {sorted(self._clients)}"
                 )
                 self._send_nowait(envelope.source, Refused(envelope.message.entry, reason))
             refuse_grant(self._services, envelope)
-        elif isinstance(envelope.message, Open):
+            return
+        client.last_message_at = self._services.time()
+        if isinstance(envelope.message, Open):
             self._admit(client, envelope.message.entry)
         elif client.is_refused and isinstance(envelope.message, Left):
             client.is_done = True
@@ -271,9 +273,7 @@ class _Server:
         # Ignore other messages. They are for an earlier buffer, or were sent before the client knew of its refusal.
 
     def _admit(self, client: Client, entry: int) -> None:
-        if (
-            client.rank in self._services.gone or entry == client.entry
-        ):  # the client repeated its ``Open`` before the answer arrived
+        if client.rank in self._services.gone or entry == client.entry:  # a repeated ``Open``, which was answered
             return
         self._finish(client)
         self._clients[client.rank] = Client(client.rank, entry, is_open=True, last_message_at=client.last_message_at)
@@ -311,9 +311,7 @@ class _Server:
         try:
             layout = declared(message)
         except ValueError as error:
-            raise RemoteProtocolError(
-                f"rank {client.rank} declared an invalid layout: {error}", rank=client.rank
-            ) from error
+            raise _violation(client, f"declared an invalid layout: {error}") from error
         if self._layout is None:
             self._layout, self._row_nbytes = layout, layout.nbytes
         difference = self._layout.difference(layout)
@@ -324,23 +322,16 @@ class _Server:
     def _on_payload(self, client: Client, message: Add | Update) -> None:
         """Store a payload that the message contains, or queue the request until its payload can be streamed."""
         if isinstance(message, Add) and not client.has_declared:
-            raise RemoteProtocolError(
-                f"rank {client.rank} added items before it declared their layout", rank=client.rank
-            )
+            raise _violation(client, "added items before it declared their layout")
         _, expected = self._sizes(message)
         if message.count < 0 or message.nbytes != expected or len(message.data) not in (0, expected):
             what = f"{message.nbytes} bytes, {len(message.data)} of them inside the message, for {message.count} items"
-            raise RemoteProtocolError(
-                f"rank {client.rank} sent {what}, whose size must be {expected} bytes", rank=client.rank
-            )
+            raise _violation(client, f"sent {what}, whose size must be {expected} bytes")
         is_small = message.count <= _COUNT_MAX and message.nbytes <= _PAYLOAD_NBYTES_MAX
         if not is_small or not 0 <= message.request <= wire.ROUND_MAX:
+            limits = f"{_PAYLOAD_NBYTES_MAX} bytes and request {wire.ROUND_MAX}"
             what = f"{message.nbytes} bytes in request {message.request}"
-            raise RemoteProtocolError(
-                f"rank {client.rank} sent {what}, which exceeds the limits of {_PAYLOAD_NBYTES_MAX} bytes and request "
-                f"{wire.ROUND_MAX}",
-                rank=client.rank,
-            )
+            raise _violation(client, f"sent {what}, which exceeds the limits of {limits}")
         if len(message.data) == expected:
             self._store_payload(client, message, np.frombuffer(message.data, np.uint8))
             return
@@ -516,7 +507,7 @@ class _Server:
 
     def _on_grant(self, client: Client, grant: Grant, request: int) -> None:
         if grant.slot in client.streams:
-            raise RemoteProtocolError(f"rank {client.rank} granted slot {grant.slot} twice", rank=client.rank)
+            raise _violation(client, f"granted slot {grant.slot} twice")
         payload = client.outgoing.pop(request, None)
         chunks = []
         if payload is not None and grant.nbytes == len(payload):
@@ -551,3 +542,7 @@ class _Server:
             logger.info("replay buffer %r: %s", self._name, error)
             if rank in self._clients:
                 self._finish(self._clients[rank])
+
+
+def _violation(client: Client, what: str) -> RemoteProtocolError:
+    return RemoteProtocolError(f"rank {client.rank} {what}", rank=client.rank)

@@ -30,8 +30,7 @@ import torch
 from asyncdist import Channel, ClosedError, Envelope, RankLostError, World, blocking, tags, validation
 from asyncdist.functional.rank_layout import BufferRanks
 from asyncdist.integrations.joining import join
-from asyncdist.protocols.replay_buffer.layouts import scopes
-from asyncdist.protocols.replay_buffer.messages import INLINE_NBYTES_MAX
+from asyncdist.protocols.replay_buffer.messages import INLINE_NBYTES_MAX, scopes
 from asyncdist.waits import WaitId, WaitKind
 
 with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
