@@ -21,7 +21,7 @@ from asyncdist.blocking.callers import (
     find_caller,
     without_running_loop,
 )
-from asyncdist.blocking.wrapped_objects import Face
+from asyncdist.blocking.helpers import Face
 from asyncdist.collectives.groups import Group
 from asyncdist.recording.writer import LIMIT_NBYTES
 from asyncdist.runtime import run as runtime

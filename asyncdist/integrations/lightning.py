@@ -147,10 +147,11 @@ class Averaging(Callback, Generic[PolicyT]):
         self._folder = f"rank{self._world.rank}"
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # so that each rank writes its own files
         self._number = self._world.rank
-        self._replica: Replica | None = None
+        self._replica: Replica | None = None  # None if this rank is a whole replica
         if replica_size > 1:
-            self._replica = show_replica(self._world, replica_size)
-            self._number = self._replica.number
+            replica = show_replica(self._world, replica_size)
+            self._replica = replica if replica.size > 1 else None
+            self._number = replica.number
             self._folder = f"replica{self._number}"
         _hide_ranks_of_mpi()
         _write_below_from_the_beginning()
@@ -325,7 +326,7 @@ class Averaging(Callback, Generic[PolicyT]):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self._counts_examples:
             self._example_count += _size_of(batch)
-        if self._is_judged_by_loss and loss is not None:
+        if self.monitor is None and self._training.is_judged and loss is not None:
             self._has_losses = True
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
                 loss = loss * trainer.accumulate_grad_batches  # undoes Lightning's division
@@ -344,10 +345,6 @@ class Averaging(Callback, Generic[PolicyT]):
                 self._spend(trainer.callback_metrics.get(self.monitor))
             self.log(self._count_name, float(self._training.replacement_count), prog_bar=True)
 
-    @property
-    def _is_judged_by_loss(self) -> bool:
-        return self.monitor is None and self._training.is_judged
-
     def _metric(self) -> Any:
         if self.monitor is None:
             return self._loss()
@@ -362,7 +359,9 @@ class Averaging(Callback, Generic[PolicyT]):
 
         Lightning keeps the last logged tensor, and returns a new tensor with the same memory at each read.
         """
-        return metric is None or (_are_one(metric, self._spent) and repr(float(metric)) == self._spent_value)
+        are_tensors = isinstance(metric, torch.Tensor) and isinstance(self._spent, torch.Tensor)
+        is_same = metric is self._spent or (are_tensors and metric.data_ptr() == self._spent.data_ptr())
+        return metric is None or (is_same and repr(float(metric)) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
         self._spent, self._spent_value = metric, "" if metric is None else repr(float(metric))  # NaN equals itself
@@ -404,7 +403,7 @@ class Averaging(Callback, Generic[PolicyT]):
         All ranks of a replica must call this method. The first rank returns the states of all its ranks.
         """
         state = self._training.state_dict() or self._last_state
-        if self._replica is None or self._replica.size == 1 or not state:
+        if self._replica is None or not state:
             return state
         return states_of_replica(self._world, self._replica, state)
 
@@ -412,10 +411,8 @@ class Averaging(Callback, Generic[PolicyT]):
         """Keep a state for the next policy's start. Ignore one that Lightning loads to validate, test or predict."""
         if not self._loads_states:
             return
-        if self._replica is not None and self._replica.size > 1:
-            self._training.load_state_dict(state_of_rank(self._replica, state_dict))
-        else:
-            self._training.load_state_dict(state_dict)
+        state = state_dict if self._replica is None else state_of_rank(self._replica, state_dict)
+        self._training.load_state_dict(state)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -431,7 +428,7 @@ class Averaging(Callback, Generic[PolicyT]):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy, but keep its state for checkpoint callbacks, which are called after this method."""
-        if self._replica is None or self._replica.size == 1:
+        if self._replica is None:
             self._last_state = self._training.state_without_waiting() or self._last_state
         elif self._training.policy is not None:
             logger.warning(
@@ -491,12 +488,6 @@ class SelectiveAveraging(Averaging[Selective]):
         self._count_name = "replacements"
         self._counts_examples = False
         self._policy_name = "" if replica_size == 1 else f"replicas of {replica_size}"
-
-
-def _are_one(one: Any, other: Any) -> bool:
-    """Return whether two objects are the same one, or tensors with the same memory."""
-    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return one is other or (are_tensors and one.data_ptr() == other.data_ptr())
 
 
 def _size_of(batch: Any) -> int:

@@ -404,6 +404,18 @@ class OneSidedPolicy(JoinablePolicy):
         self._abandoned_info = StepInfo(round=replacement.round, abandoned=reason, nbytes=replacement.nbytes)
         self._needs_step = True
 
+    def _common_statistics(self) -> dict[str, Any]:
+        """Return the fields that the statistics of all one-sided policies have."""
+        return {
+            "unpublished": dict(self._unpublished),
+            "torn_read_count": self._counts["torn"],
+            "lost_read_count": self._counts["lost"],
+            "abandoned": dict(self._abandoned),
+            "received_nbytes": self._counts["received"],
+            "timing": dict(self._durations),
+            "title": self._journal.title(),
+        }
+
     def _note_time(self, name: str, began_at: float) -> None:
         duration_s = self._world.time() - began_at
         self._own.note_time(name, duration_s)

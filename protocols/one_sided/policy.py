@@ -108,14 +108,8 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             averaging_ranks=self._counts["donors"],
             age=self._step_count - self._born_at,
             version=self._published_count,
-            unpublished=dict(self._unpublished),
             nonfinite_metric_count=self._counts["nonfinite"],
-            torn_read_count=self._counts["torn"],
-            lost_read_count=self._counts["lost"],
-            abandoned=dict(self._abandoned),
-            received_nbytes=self._counts["received"],
-            timing=dict(self._durations),
-            title=self._journal.title(),
+            **self._common_statistics(),
         )
 
     # -- starting and leaving ---------------------------------------------------------------------------------------

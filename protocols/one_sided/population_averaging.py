@@ -125,13 +125,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             pull_count=self._counts["replacements"],
             donor_count=self._counts["donors"],
             snapshot_count=self._published_count,
-            unpublished=dict(self._unpublished),
-            abandoned=dict(self._abandoned),
-            torn_read_count=self._counts["torn"],
-            lost_read_count=self._counts["lost"],
-            received_nbytes=self._counts["received"],
-            timing=dict(self._durations),
-            title=self._journal.title(),
+            **self._common_statistics(),
         )
 
     def _prepare(self) -> None:
