@@ -158,6 +158,7 @@ class Failed:
     reason: str
 
 
+Change = Add | Update  #: Requests whose payload the server stores.
 ReplayMessage = (
     Open
     | Welcome
