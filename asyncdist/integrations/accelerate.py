@@ -31,28 +31,9 @@ from torch import nn
 from asyncdist import current_world, validation
 from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.functional.seeding import RestoredNumbers
-from asyncdist.integrations import pytorch
-from asyncdist.integrations.joining import (
-    REFUSED_OPTIONS,
-    PolicyT,
-    Selective,
-    Training,
-    below,
-    hide_ranks,
-    hide_ranks_from,
-    join,
-    note_out_of_memory,
-    settle_open_trainings,
-    warn_of_common_rows,
-)
+from asyncdist.integrations import joining, pytorch, random_numbers
+from asyncdist.integrations.joining import PolicyT, Selective, Training
 from asyncdist.integrations.patching import replaces
-from asyncdist.integrations.random_numbers import (
-    forget_order,
-    saves_order,
-    seed_by_number,
-    seed_workers_by_number,
-    shuffle_by_number,
-)
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.step_info import NOTHING
@@ -60,12 +41,16 @@ from asyncdist.protocols.step_info import NOTHING
 with validation.optional_imports(__name__, ["accelerate"], "accelerate"):
     import accelerate  # type: ignore[import-untyped]
 
-hide_ranks()
+joining.hide_ranks()
 
-_ONE_RANK: Final = (
-    "the Accelerator sees only one rank; for replicas under DDP, import SelectiveAveraging from "
-    "asyncdist.integrations.pytorch, and wrap the model yourself"
-)
+_REFUSED_OPTIONS: Final = {
+    **joining.REFUSED_OPTIONS,
+    **dict.fromkeys(
+        ("replica_size", "swap_every"),
+        "the Accelerator sees only one rank; for replicas under DDP, import SelectiveAveraging from "
+        "asyncdist.integrations.pytorch, and wrap the model yourself",
+    ),
+}
 
 
 @replaces(accelerate.Accelerator, "__init__")
@@ -75,7 +60,7 @@ def _use_rank_folders(make: Any, accelerator: Any, *args: Any, **options: Any) -
     directories = accelerator.project_configuration
     for name in ("project_dir", "logging_dir"):
         if (given := getattr(directories, name)) is not None and (world := _world()).size > 1:
-            setattr(directories, name, below(given, f"rank{world.rank}"))
+            setattr(directories, name, joining.below(given, f"rank{world.rank}"))
 
 
 @replaces(accelerate.Accelerator, "prepare_data_loader")
@@ -83,8 +68,8 @@ def _shuffle_loaders_by_rank(prepare: Any, accelerator: Any, *args: Any, **optio
     """Let prepared loaders shuffle differently on each rank."""
     loader = prepare(accelerator, *args, **options)
     if accelerator.num_processes == 1 and (world := _world()).size > 1:
-        shuffle_by_number(loader, world.rank)
-        forget_order(loader)
+        random_numbers.shuffle_by_number(loader, world.rank)
+        random_numbers.forget_order(loader)
     return loader
 
 
@@ -98,19 +83,19 @@ def _vary_loaded_states(load: Any, accelerator: Any, input_dir: Any = None, *arg
     if input_dir is None or f"rank{world.rank}" in Path(input_dir).parts:  # the state was saved by this rank
         world.services.shared(RestoredNumbers).note()
     elif world.size > 1:
-        seed_by_number(world.rank)
+        random_numbers.seed_by_number(world.rank)
         for loader in accelerator._dataloaders:  # loading has replaced the loaders' samplers
-            shuffle_by_number(loader, world.rank)
-            if saves_order(loader):
-                forget_order(loader)
+            random_numbers.shuffle_by_number(loader, world.rank)
+            if random_numbers.saves_order(loader):
+                random_numbers.forget_order(loader)
             else:
-                seed_workers_by_number(loader, world.rank)
+                random_numbers.seed_workers_by_number(loader, world.rank)
 
 
 @replaces(accelerate.Accelerator, "save_state")
 def _save_settled_states(save: Any, *args: Any, **options: Any) -> Any:
     """Wait first until the rounds of averaging in progress have ended."""
-    settle_open_trainings()
+    joining.settle_open_trainings()
     return save(*args, **options)
 
 
@@ -119,7 +104,7 @@ def _note_exhausted_memory(decide: Any, exception: Exception) -> bool:
     """Let a training begin again after it ran out of memory. ``find_executable_batch_size`` calls this function."""
     is_tried_again: bool = decide(exception)
     if is_tried_again:
-        note_out_of_memory()
+        joining.note_out_of_memory()
     return is_tried_again
 
 
@@ -152,10 +137,10 @@ class _GradientsOfRank:
 
 
 def _world() -> Any:
-    return current_world() if is_in_a_rank() else join().awaited
+    return current_world() if is_in_a_rank() else joining.join().awaited
 
 
-hide_ranks_from(accelerate.state.PartialState)
+joining.hide_ranks_from(accelerate.state.PartialState)
 accelerate.state.GradientState._shared_state = _GradientsOfRank(accelerate.state.GradientState._shared_state)
 
 
@@ -176,7 +161,7 @@ class Averaging(pytorch.Averaging[PolicyT]):
         """Do a policy step, with the arguments of :meth:`asyncdist.integrations.pytorch.Averaging.step`."""
         if not self._has_seen_loader:  # only now, because a program also prepares loaders for evaluation
             self._has_seen_loader = True
-            warn_of_common_rows(self._gradients.active_dataloader, join())
+            joining.warn_of_common_rows(self._gradients.active_dataloader, joining.join())
         if tokens is not None:
             self._tokens = tokens + (self._tokens or 0)
         if self._gradients.sync_gradients or self.policy is None:
@@ -194,7 +179,7 @@ class SelectiveAveraging(Averaging[Selective], pytorch.SelectiveAveraging):
     ``replica_size`` raises TypeError. Steps work as in :class:`Averaging`.
     """
 
-    @validation.names_options(refused={**REFUSED_OPTIONS, **dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK)})
+    @validation.names_options(refused=_REFUSED_OPTIONS)
     def __init__(
         self,
         model: nn.Module,

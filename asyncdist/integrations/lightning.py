@@ -26,29 +26,10 @@ import torch
 
 from asyncdist import environment, validation
 from asyncdist.blocking.policies import Policy
-from asyncdist.integrations.joining import (
-    REFUSED_OPTIONS,
-    PolicyT,
-    Selective,
-    Training,
-    averaging,
-    below,
-    hide_ranks,
-    join,
-    refuse_copy,
-    selective_averaging,
-    settle_open_trainings,
-    warn_of_common_rows,
-)
+from asyncdist.integrations import joining, random_numbers
+from asyncdist.integrations.joining import PolicyT, Selective, Training
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.patching import replaces
-from asyncdist.integrations.random_numbers import (
-    draw,
-    saves_order,
-    seed_by_number,
-    shuffle_by_number,
-    with_seeds_by_number,
-)
 from asyncdist.integrations.replicas import Replica, show_replica, state_of_rank, states_of_replica
 from asyncdist.launchers import detection
 from asyncdist.protocols import StepInfo
@@ -63,7 +44,7 @@ with validation.optional_imports(__name__, ["lightning"], "lightning"):
     from lightning.pytorch.utilities import rank_zero_only
     from lightning.pytorch.utilities.data import extract_batch_size
 
-hide_ranks()
+joining.hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
@@ -111,7 +92,7 @@ class Averaging(Callback, Generic[PolicyT]):
         optimizer_index: int | None = None,
         **options: Any,
     ) -> None:
-        training = averaging(policy, options, monitor=monitor)
+        training = joining.averaging(policy, options, monitor=monitor)
         # training.options is read here, because LightningCLI parses this function: it would find
         # options.get("weights", "equal"), and pass this default to every policy.
         size = training.options.get("replica_size", 1)
@@ -143,16 +124,9 @@ class Averaging(Callback, Generic[PolicyT]):
         self._last_state: dict[str, Any] = {}
         self._loads_states = True
         self._has_loaded_other = False  # whether this fit resumes from another rank's checkpoint
-        self._world = join()
-        self._folder = f"rank{self._world.rank}"
+        self._world = joining.join()
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # so that each rank writes its own files
-        self._number = self._world.rank
-        self._replica: Replica | None = None  # None if this rank is a whole replica
-        if replica_size > 1:
-            replica = show_replica(self._world, replica_size)
-            self._replica = replica if replica.size > 1 else None
-            self._number = replica.number
-            self._folder = f"replica{self._number}"
+        self._replica = Replica(self._world.rank) if replica_size == 1 else show_replica(self._world, replica_size)
         _hide_ranks_of_mpi()
         _write_below_from_the_beginning()
         if self._world.rank:
@@ -209,17 +183,20 @@ class Averaging(Callback, Generic[PolicyT]):
         def process_for_rank(process: Any, loader: Any) -> Any:
             loader = process(loader)
             if trainer.training:
-                seed = draw() if self._replica_size == 1 else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
-                shuffle_by_number(loader, self._number, size=self._replica_size, seed=seed)
+                is_alone = self._replica_size == 1
+                seed = random_numbers.draw() if is_alone else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
+                random_numbers.shuffle_by_number(loader, self._replica.number, size=self._replica_size, seed=seed)
                 if self._has_loaded_other:
                     loop = trainer.fit_loop
-                    states = [] if saves_order(loader) else loop._combined_loader_states_to_load
-                    loop._combined_loader_states_to_load = with_seeds_by_number(states, self._number)
+                    states = [] if random_numbers.saves_order(loader) else loop._combined_loader_states_to_load
+                    loop._combined_loader_states_to_load = random_numbers.with_seeds_by_number(
+                        states, self._replica.number
+                    )
             return loader
 
     def _use_rank_folder(self, trainer: pl.Trainer) -> None:
         if self._world.size > 1:
-            _write_below(trainer, self._folder)
+            _write_below(trainer, self._replica.folder)
 
     def _refusal(self, count: int) -> str:
         if self._replica_size > 1:
@@ -233,7 +210,7 @@ class Averaging(Callback, Generic[PolicyT]):
             f"{type(self).__name__}"
         )
 
-    __copy__ = __deepcopy__ = refuse_copy
+    __copy__ = __deepcopy__ = joining.refuse_copy
 
     def __getstate__(self) -> NoReturn:
         raise ValueError(
@@ -264,7 +241,8 @@ class Averaging(Callback, Generic[PolicyT]):
         if not self._begins_late(trainer):
             self._begin(trainer, pl_module)
         elif self._world.size > 1:
-            seed_by_number(self._world.rank)  # the policy starts only after the loaders have seeded their workers
+            # The policy starts only after the loaders have seeded their workers.
+            random_numbers.seed_by_number(self._world.rank)
 
     def _begins_late(self, trainer: pl.Trainer) -> bool:
         """Return whether the policy starts in :meth:`on_train_start`, after the trainer has loaded its checkpoint.
@@ -317,7 +295,7 @@ class Averaging(Callback, Generic[PolicyT]):
         # Lightning's batch size finder also sets up validation loaders while trainer.training is true.
         loaders: Any = trainer.fit_loop._combined_loader
         for loader in loaders.flattened:
-            warn_of_common_rows(loader, self._world)
+            joining.warn_of_common_rows(loader, self._world)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -403,7 +381,7 @@ class Averaging(Callback, Generic[PolicyT]):
         All ranks of a replica must call this method. The first rank returns the states of all its ranks.
         """
         state = self._training.state_dict() or self._last_state
-        if self._replica is None or not state:
+        if self._replica.size == 1 or not state:
             return state
         return states_of_replica(self._world, self._replica, state)
 
@@ -411,24 +389,24 @@ class Averaging(Callback, Generic[PolicyT]):
         """Keep a state for the next policy's start. Ignore one that Lightning loads to validate, test or predict."""
         if not self._loads_states:
             return
-        state = state_dict if self._replica is None else state_of_rank(self._replica, state_dict)
+        state = state_dict if self._replica.size == 1 else state_of_rank(self._replica, state_dict)
         self._training.load_state_dict(state)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the number of this rank, or of its replica, to the checkpoint."""
-        checkpoint[_NUMBER] = self._number
+        checkpoint[_NUMBER] = self._replica.number
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Record whether another rank or replica saved the checkpoint. If so, its order of rows is not used."""
-        self._has_loaded_other = checkpoint.get(_NUMBER) != self._number
+        self._has_loaded_other = checkpoint.get(_NUMBER) != self._replica.number
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy, but keep its state for checkpoint callbacks, which are called after this method."""
-        if self._replica is None:
+        if self._replica.size == 1:
             self._last_state = self._training.state_without_waiting() or self._last_state
         elif self._training.policy is not None:
             logger.warning(
@@ -463,7 +441,7 @@ class SelectiveAveraging(Averaging[Selective]):
             or the module has several optimizers and ``optimizer_index`` is missing.
     """
 
-    @validation.names_options(refused=REFUSED_OPTIONS)
+    @validation.names_options(refused=joining.REFUSED_OPTIONS)
     def __init__(
         self,
         average_every: int,
@@ -475,7 +453,7 @@ class SelectiveAveraging(Averaging[Selective]):
         swap_every: int | None = None,
         **options: Unpack[SelectiveOptions],
     ) -> None:
-        training = selective_averaging(
+        training = joining.selective_averaging(
             average_every,
             mode,
             options,
@@ -519,7 +497,7 @@ def _settle_before_saving(strategy: Any) -> None:
 
     @replaces(strategy, "lightning_module_state_dict")
     def settle_and_read(read: Any) -> Any:
-        settle_open_trainings()
+        joining.settle_open_trainings()
         return read()
 
 
@@ -548,17 +526,17 @@ def _make_for_rank(make: Any, trainer: Any, *args: Any, **options: Any) -> None:
 
 def _write_below(trainer: pl.Trainer, folder: str) -> None:
     """Make a trainer write its files to the subfolder ``folder`` of each of its folders."""
-    trainer._default_root_dir = below(trainer.default_root_dir, folder)  # type: ignore[attr-defined]
+    trainer._default_root_dir = joining.below(trainer.default_root_dir, folder)  # type: ignore[attr-defined]
     for logger in trainer.loggers:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
-                setattr(logger, name, below(given, folder))
+                setattr(logger, name, joining.below(given, folder))
         options = getattr(logger, "_wandb_init", None)  # wandb has a second folder, with a separate option
         # With fast_dev_run, ``options`` is not a dict, because a dummy logger returns a method for any attribute name.
         if isinstance(options, dict) and options.get("dir") is not None:
-            options["dir"] = below(options["dir"], folder)
+            options["dir"] = joining.below(options["dir"], folder)
             os.makedirs(options["dir"], exist_ok=True)  # wandb would use a temporary folder if this one is missing
     writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
     for writer in writers:
         if getattr(writer, "dirpath", None) is not None:
-            writer.dirpath = below(writer.dirpath, folder)
+            writer.dirpath = joining.below(writer.dirpath, folder)

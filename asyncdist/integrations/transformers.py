@@ -32,22 +32,8 @@ from asyncdist.blocking.callers import find_caller
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.world import World
 from asyncdist.errors import ClosedError
-from asyncdist.integrations.joining import (
-    REFUSED_OPTIONS,
-    PolicyT,
-    Selective,
-    Training,
-    averaging,
-    below,
-    hide_ranks,
-    hide_ranks_from,
-    join,
-    log_once_that_rank_0_pushes,
-    refuse_copy,
-    selective_averaging,
-    warn_of_common_rows,
-    warn_of_unlabelled_lines,
-)
+from asyncdist.integrations import joining
+from asyncdist.integrations.joining import PolicyT, Selective, Training
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.patching import replaces
 from asyncdist.integrations.random_numbers import seed_by_number, shuffle_by_number
@@ -64,7 +50,7 @@ with validation.optional_imports(__name__, ["transformers", "accelerate"], "tran
     from accelerate.utils import find_batch_size  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-hide_ranks()
+joining.hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
@@ -99,7 +85,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     """
 
     def __init__(self, policy: type[PolicyT], *, monitor: str | None = None, **options: Any) -> None:
-        training = averaging(policy, options, monitor=monitor)
+        training = joining.averaging(policy, options, monitor=monitor)
         self._set_up(training, monitor, training.options.get("replica_size", 1))
         self._count_name = "averages"
         self._counts_tokens = training.options.get("weights", "equal") != "equal"
@@ -113,14 +99,11 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         self._newest: Any = NOT_MEASURED
         self._has_losses = self._has_warned = False
         self._evaluated: set[str] = set()
-        self._world = join()
-        self._folder, self._number, self._size = f"rank{self._world.rank}", self._world.rank, replica_size
+        self._world = joining.join()
+        self._replica = (
+            Replica(self._world.rank) if replica_size == 1 else _show_replica_once(self._world, replica_size)
+        )
         self._seed: int | None = None
-        self._place = 0
-        if replica_size > 1:
-            replica = _show_replica_once(self._world, replica_size)
-            self._number, self._place = replica.number, replica.place
-            self._folder = f"replica{self._number}"
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
@@ -145,7 +128,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         """Keep a policy's state, as saved by :func:`asyncdist.save_population`, for the start of the next training."""
         self._training.load_state_dict(state_dict)
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
+    __copy__ = __deepcopy__ = __reduce_ex__ = joining.refuse_copy
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Set the folder to which this rank writes."""
@@ -169,13 +152,15 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             )
         args.asyncdist_rank = owner  # type: ignore[attr-defined]
         output = str(args.output_dir)
-        if self._folder in Path(output).parts:  # an earlier trainer has changed these arguments or their original
+        if (
+            self._replica.folder in Path(output).parts
+        ):  # an earlier trainer has changed these arguments or their original
             return
         if args.hub_model_id is None:
             args.hub_model_id = Path(output).absolute().name  # by default, the repository would be named rank0
         if (logs := getattr(args, "logging_dir", None)) is not None:  # exists up to transformers 4
-            args.logging_dir = _logs_of_rank(logs, output, self._folder)  # type: ignore[attr-defined]
-        args.output_dir = os.path.join(output, self._folder)
+            args.logging_dir = _logs_of_rank(logs, output, self._replica.folder)  # type: ignore[attr-defined]
+        args.output_dir = os.path.join(output, self._replica.folder)
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:
@@ -204,21 +189,21 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     def _may_push(self) -> bool:
         """Return whether this rank may push to the Hugging Face Hub. Rank 0 warns that only it pushes."""
-        if self._world.rank == 0 and self._world.size > self._size:
-            log_once_that_rank_0_pushes()
-        return self._number == 0
+        if self._world.rank == 0 and self._world.size > self._replica.size:
+            joining.log_once_that_rank_0_pushes()
+        return self._replica.number == 0
 
     def _use_rank_folder_for_reporters(self, trainer: Trainer) -> None:
         """Use a separate folder for this rank below TENSORBOARD_LOGGING_DIR."""
         for callback in trainer.callback_handler.callbacks:
             given = getattr(callback, "logging_dir", None)
             if isinstance(given, str):
-                callback.logging_dir = below(given, self._folder)
+                callback.logging_dir = joining.below(given, self._replica.folder)
 
     def _load_and_vary_numbers(self, load: Callable[[str | None], None], checkpoint: str | None) -> None:
         """Let ranks use different random numbers, even after they have loaded the same checkpoint."""
         load(checkpoint)
-        if checkpoint is not None and self._folder not in Path(checkpoint).parts:
+        if checkpoint is not None and self._replica.folder not in Path(checkpoint).parts:
             seed_by_number(self._world.rank)
 
     def _seed_model_init(self, call_model_init: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -242,7 +227,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     @property
     def _state_file(self) -> str:
         """Name of this rank's file with policy state in a checkpoint. The ranks of a replica share the folder."""
-        return "_".join((_STATE_FILE, self._key, *([str(self._place)] if self._place else []))) + ".pt"
+        return "_".join((_STATE_FILE, self._key, *([str(self._replica.place)] if self._replica.place else []))) + ".pt"
 
     @property
     def _key(self) -> str:
@@ -258,7 +243,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     def _load_state(self, trainer: Trainer, checkpoint: Path) -> None:
         """Load the policy's state, if necessary from the single file that earlier versions wrote for all policies."""
-        old = checkpoint / (f"{_STATE_FILE}_{self._place}.pt" if self._place else f"{_STATE_FILE}.pt")
+        old = checkpoint / (f"{_STATE_FILE}_{self._replica.place}.pt" if self._replica.place else f"{_STATE_FILE}.pt")
         if (own := checkpoint / self._state_file).exists():
             self._training.load_state_dict(torch_files.load(own))
         elif old.exists():
@@ -313,16 +298,19 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self.monitor is not None and args.eval_strategy == "no":
             self._warn("eval_strategy is 'no', so only the program's own evaluations report %r", self.monitor)
         if args.disable_tqdm:
-            warn_of_unlabelled_lines(self._world, "with disable_tqdm=False only rank 0 prints")
+            joining.warn_of_unlabelled_lines(self._world, "with disable_tqdm=False only rank 0 prints")
         self._training.begin(model, unwrapped(optimizer))
         if self.monitor is None:
             self._training.judge_by_training_loss()
         if self._world.size > 1:
             seed = args.seed if args.data_seed is None else args.data_seed
             shuffle_by_number(
-                of["train_dataloader"], self._number, size=self._size, seed=seed if self._size > 1 else None
+                of["train_dataloader"],
+                self._replica.number,
+                size=self._replica.size,
+                seed=seed if self._replica.size > 1 else None,
             )
-            warn_of_common_rows(of["train_dataloader"], self._world)
+            joining.warn_of_common_rows(of["train_dataloader"], self._world)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Do a policy step after an optimizer step."""
@@ -401,7 +389,7 @@ class SelectiveAveraging(Averaging[Selective]):
             ``TrainingArguments`` were made before this object with ``replica_size`` > 1.
     """
 
-    @validation.names_options(refused=REFUSED_OPTIONS)
+    @validation.names_options(refused=joining.REFUSED_OPTIONS)
     def __init__(
         self,
         average_every: int,
@@ -412,7 +400,7 @@ class SelectiveAveraging(Averaging[Selective]):
         swap_every: int | None = None,
         **options: Unpack[SelectiveOptions],
     ) -> None:
-        training = selective_averaging(
+        training = joining.selective_averaging(
             average_every,
             mode,
             options,
@@ -499,6 +487,6 @@ def _push_if_allowed(push: Any, trainer: Trainer, *args: Any, **options: Any) ->
     return push(trainer, *args, **options) if may_push else None
 
 
-hide_ranks_from(PartialState)
+joining.hide_ranks_from(PartialState)
 for _name in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
     replaces(Trainer, _name)(_push_if_allowed)

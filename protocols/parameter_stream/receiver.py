@@ -14,14 +14,7 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant, InboundStream
 from asyncdist.protocols.parameter_stream import messages
-from asyncdist.protocols.parameter_stream.messages import (
-    PartGrant,
-    StreamMessage,
-    chunks_of,
-    part_chunk_nbytes,
-    parts_of,
-    stream_nbytes,
-)
+from asyncdist.protocols.parameter_stream.messages import PartGrant, StreamMessage
 from asyncdist.protocols.parameter_stream.neighbours import Neighbours, Piece, Reading
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.receive_layout import ASKED_COUNT_MAX, ChunkRing, ReceivedChunk
@@ -63,15 +56,15 @@ def ask_for_part(
         RankLostError: The rank is lost.
         BusyError: All slots of the rank are taken.
     """
-    channel, nbytes = server.channel, stream_nbytes(into, exact=exact)
+    channel, nbytes = server.channel, messages.stream_nbytes(into, exact=exact)
     if not nbytes:
         return None
     reading = server.neighbours.ask(source, nbytes, round=round, mean_of=part if of_mean else None)
     if reading is not None:
         reading.pieces = _pieces(into, part, sizes, exact=exact, is_alone=of_mean)
         return reading
-    chunk_nbytes = part_chunk_nbytes(nbytes, chunk_count)
-    stream = InboundStream(services.slots, source, chunks_of(into, exact, chunk_nbytes), WINDOW_COUNT)
+    chunk_nbytes = messages.part_chunk_nbytes(nbytes, chunk_count)
+    stream = InboundStream(services.slots, source, messages.chunks_of(into, exact, chunk_nbytes), WINDOW_COUNT)
     stream.flow()
     grant = PartGrant(stream.slot, nbytes, chunk_nbytes, *part, of_mean)
     try:
@@ -87,7 +80,7 @@ def _pieces(
 ) -> list[Piece]:
     """Return the pieces for :meth:`Reading.whole`. If ``is_alone``, the source stores only the requested part."""
     pieces = []
-    for number, (dtype, tensor) in enumerate(parts_of(into, exact)):
+    for number, (dtype, tensor) in enumerate(messages.parts_of(into, exact)):
         first = 0 if is_alone else part.bounds(sizes[dtype])[0]
         count = messages.CHUNK_NBYTES * WINDOW_COUNT // tensor.itemsize
         pieces += [(number, first + place, tensor[place : place + count]) for place in range(0, len(tensor), count)]

@@ -29,16 +29,9 @@ from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, CoordinatorOptions, SelectiveOptions
 from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.population_training import exploring
 from asyncdist.protocols.population_training.bayesian import BayesianExplore, Observations
-from asyncdist.protocols.population_training.exploring import (
-    LineageEntry,
-    donor_for,
-    explored,
-    extended,
-    first_values,
-    pack_lineage,
-    unpack_lineage,
-)
+from asyncdist.protocols.population_training.exploring import LineageEntry
 from asyncdist.protocols.population_training.hyperparameters import Value
 from asyncdist.protocols.population_training.options import FOREIGN_OPTIONS, ExploringOptions, PopulationTrainingOptions
 from asyncdist.protocols.population_training.settings import OptimizerSettings, load_moments, schedules
@@ -184,7 +177,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         super()._prepare()
         self._divide()
         if not self.has_loaded:
-            self._values.update(first_values(self._own_options, self._world.rank))
+            self._values.update(exploring.first_values(self._own_options, self._world.rank))
             self._lineage = (LineageEntry(self.iteration, self._world.rank, 0, -1, dict(self._values)),)
         self._settings.write(self._values)
 
@@ -255,12 +248,12 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
     def _own_state(self) -> dict[str, Any]:
         return {
             "hyperparameters": json.dumps(self._values),
-            "lineage": pack_lineage(self._lineage),
+            "lineage": exploring.pack_lineage(self._lineage),
             "observations": self._observations.packed(),
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        values, lineage = self._values_in(state), unpack_lineage(state["lineage"])
+        values, lineage = self._values_in(state), exploring.unpack_lineage(state["lineage"])
         self._observations = Observations.unpacked(state["observations"], self._window)
         self._values.clear()
         self._values.update(values)
@@ -307,7 +300,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             return parent
         rank, place = self._world.rank, self._place_of(self._world.rank)
         own = tuple(donor for donor in message.donors if self._place_of(donor) == place)
-        return donor_for(own or message.donors, rank, round, self._own_options.seed)
+        return exploring.donor_for(own or message.donors, rank, round, self._own_options.seed)
 
     def _read_metric(self, given: MetricSource) -> float:
         value = super()._read_metric(given)
@@ -333,7 +326,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         metric = None if state["metric"] is None else self._sign * state["metric"]
         own, theirs_at = self._place_of(self._world.rank), self._place_of(donor)
         if own == theirs_at:
-            values = explored(
+            values = exploring.explored(
                 self._own_options,
                 inherited,
                 self._world.rank,
@@ -346,7 +339,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             periods = self._own_options.periods
             values = dict(inherited if periods[theirs_at] > periods[own] else self._values)
         entry = LineageEntry(self.iteration, self._world.rank, round, donor, values)
-        lineage = extended(unpack_lineage(state["lineage"]), entry)
+        lineage = exploring.extended(exploring.unpack_lineage(state["lineage"]), entry)
         return _Inheritance(moments, inherited, values, lineage, observations, state["metric"])
 
     def adopt(self, prepared: _Inheritance, info: StepInfo) -> StepInfo:

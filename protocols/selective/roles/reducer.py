@@ -63,9 +63,8 @@ class Relay:
             return
         self._fetched.remove(part)
         accumulator.hold()
-        self._offers.append(
-            self._server.offer(round, part.of(accumulator.buffers), lambda _: accumulator.release(), mean_of=part)
-        )
+        offer = Offer(round, part.of(accumulator.buffers), lambda _: accumulator.release(), mean_of=part)
+        self._offers.append(self._server.offer(offer))
         self.shared_count += 1
 
     def refuse_rest(self, round: int) -> None:
@@ -155,9 +154,8 @@ class Reducer:
 
     async def _add_up(self, state: _Sum, frozen: Frozen) -> None:
         server, buffers = self._server, state.buffers
-        offer = state.offer = server.offer(
-            state.round, buffers.mean, lambda _: self._release(), mean_of=state.part, ready_count=0
-        )
+        made = Offer(state.round, buffers.mean, lambda _: self._release(), mean_of=state.part, ready_count=0)
+        offer = state.offer = server.offer(made)
         try:
             if await self._make(state, frozen, offer):
                 state.mean = buffers.mean
