@@ -108,11 +108,9 @@ def _note_exhausted_memory(decide: Any, exception: Exception) -> bool:
     return is_tried_again
 
 
-class _Gradients(dict[str, Any]):
-    """The state of accelerate's ``GradientState`` for one of several ranks that share a process."""
-
-    def __init__(self, _: object) -> None:
-        super().__init__()
+def _new_gradients(_: object) -> dict[str, Any]:
+    """Return the state of accelerate's ``GradientState`` for one of several ranks that share a process."""
+    return {}
 
 
 class _GradientsOfRank:
@@ -133,7 +131,7 @@ class _GradientsOfRank:
         is_first = world.rank == world.incarnation == 0
         if is_first or not world.services.engine.transport.capabilities.shares_process:
             return self._of_process
-        return world.services.shared(_Gradients)
+        return world.services.shared(_new_gradients)
 
 
 def _world() -> Any:

@@ -84,6 +84,8 @@ class Averaging(Callback, Generic[PolicyT]):
             several optimizers and ``optimizer_index`` is missing.
     """
 
+    _count_name = "averages"
+
     def __init__(
         self,
         policy: type[PolicyT],
@@ -93,17 +95,17 @@ class Averaging(Callback, Generic[PolicyT]):
         **options: Any,
     ) -> None:
         training = joining.averaging(policy, options, monitor=monitor)
-        # training.options is read here, because LightningCLI parses this function: it would find
-        # options.get("weights", "equal"), and pass this default to every policy.
-        size = training.options.get("replica_size", 1)
-        self._set_up(training, monitor, optimizer_index, size)
-        self._count_name = "averages"
-        self._counts_examples = training.options.get("weights", "equal") != "equal"
-        self._policy_name = policy.__name__ if size == 1 else f"{policy.__name__}, replicas of {size}"
+        self._set_up(training, monitor, optimizer_index, policy.__name__)
 
     def _set_up(
-        self, training: Training[PolicyT], monitor: str | None, optimizer_index: int | None, replica_size: int
+        self, training: Training[PolicyT], monitor: str | None, optimizer_index: int | None, policy_name: str
     ) -> None:
+        # These options are read here, because LightningCLI parses the constructor: it would find
+        # options.get("weights", "equal"), and pass this default to every policy.
+        replica_size = training.options.get("replica_size", 1)
+        self._counts_examples = training.options.get("weights", "equal") != "equal"
+        replicas = "" if replica_size == 1 else f"replicas of {replica_size}"
+        self._policy_name = ", ".join(filter(None, (policy_name, replicas)))
         self.monitor = monitor
         self.last_info: StepInfo | None = None
         self._training = training
@@ -441,6 +443,8 @@ class SelectiveAveraging(Averaging[Selective]):
             or the module has several optimizers and ``optimizer_index`` is missing.
     """
 
+    _count_name = "replacements"
+
     @validation.names_options(refused=joining.REFUSED_OPTIONS)
     def __init__(
         self,
@@ -462,10 +466,7 @@ class SelectiveAveraging(Averaging[Selective]):
             monitor=monitor,
             is_of_trainer=True,
         )
-        self._set_up(training, monitor, optimizer_index, replica_size)
-        self._count_name = "replacements"
-        self._counts_examples = False
-        self._policy_name = "" if replica_size == 1 else f"replicas of {replica_size}"
+        self._set_up(training, monitor, optimizer_index, "")
 
 
 def _size_of(batch: Any) -> int:

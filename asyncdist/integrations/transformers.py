@@ -84,13 +84,14 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         TypeError, ValueError: An option has a wrong type or value, or the trainer has several GPUs in one process.
     """
 
-    def __init__(self, policy: type[PolicyT], *, monitor: str | None = None, **options: Any) -> None:
-        training = joining.averaging(policy, options, monitor=monitor)
-        self._set_up(training, monitor, training.options.get("replica_size", 1))
-        self._count_name = "averages"
-        self._counts_tokens = training.options.get("weights", "equal") != "equal"
+    _count_name = "averages"
 
-    def _set_up(self, training: Training[PolicyT], monitor: str | None, replica_size: int) -> None:
+    def __init__(self, policy: type[PolicyT], *, monitor: str | None = None, **options: Any) -> None:
+        self._set_up(joining.averaging(policy, options, monitor=monitor), monitor)
+
+    def _set_up(self, training: Training[PolicyT], monitor: str | None) -> None:
+        replica_size = training.options.get("replica_size", 1)
+        self._counts_tokens = training.options.get("weights", "equal") != "equal"
         self.monitor = monitor
         self.last_info: StepInfo | None = None
         self._training = training
@@ -389,6 +390,8 @@ class SelectiveAveraging(Averaging[Selective]):
             ``TrainingArguments`` were made before this object with ``replica_size`` > 1.
     """
 
+    _count_name = "replacements"
+
     @validation.names_options(refused=joining.REFUSED_OPTIONS)
     def __init__(
         self,
@@ -409,9 +412,7 @@ class SelectiveAveraging(Averaging[Selective]):
             monitor=monitor,
             is_of_trainer=True,
         )
-        self._set_up(training, monitor, replica_size)
-        self._count_name = "replacements"
-        self._counts_tokens = False
+        self._set_up(training, monitor)
 
 
 def _show_replica_once(world: World, size: int) -> Replica:

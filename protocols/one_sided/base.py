@@ -123,9 +123,8 @@ class OneSidedPolicy(JoinablePolicy):
             UnreadableError: The attempt has failed, but another attempt may succeed.
         """
 
-    def _momentum(self, replacement: Replacement) -> float | None:
+    def _momentum(self) -> float | None:
         """Return the fraction of this rank's weights that a replacement keeps, or None for the ``momentum`` option."""
-        del replacement
         return None
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -342,7 +341,7 @@ class OneSidedPolicy(JoinablePolicy):
 
     def _apply(self, replacement: Replacement) -> StepInfo:
         began_at = self._world.time()
-        info = self._own.apply(replacement, self.iteration, self._services, momentum=self._momentum(replacement))
+        info = self._own.apply(replacement, self.iteration, self._services, momentum=self._momentum())
         self._reader.release(replacement)
         self._note_time("apply", began_at)
         self._replacement = None

@@ -156,5 +156,5 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
         donors = sorted(self._random.sample(offered, min(limit, len(offered))))
         return await self._read(replacement, Choice(tuple(donors), donors[0]), deadline)
 
-    def _momentum(self, replacement: Replacement) -> float:
+    def _momentum(self) -> float:
         return 1.0 - self._pull.pull * self._offered_count / (self._offered_count + 1)

@@ -185,11 +185,9 @@ def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
     return None if answer is None else _unpacked(answer)
 
 
-class _Requests:
-    """This rank's request to each buffer rank that is not completed, as a task."""
-
-    def __init__(self, _: object) -> None:
-        self.tasks: dict[int, asyncio.Task[Any]] = {}
+def _pending_requests(_: object) -> dict[int, asyncio.Task[Any]]:
+    """Return a dict for this rank's request to each buffer rank that is not completed, as a task."""
+    return {}
 
 
 async def _exchange(world: World, server: int, kind: MessageType, payload: bytes) -> torch.Tensor | None:
@@ -200,7 +198,7 @@ async def _exchange(world: World, server: int, kind: MessageType, payload: bytes
     """
     services = world.services
     services.check_peer(server)
-    tasks = services.shared(_Requests).tasks
+    tasks = services.shared(_pending_requests)
     request = _request(world, server, kind, payload, after=tasks.get(server))
     task = services.spawn_service(request, name=f"request to the replay buffer on rank {server}")
     tasks[server] = task
