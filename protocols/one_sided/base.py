@@ -184,16 +184,10 @@ class OneSidedPolicy(JoinablePolicy):
         self._admission = self._new_admission(membership, scopes)
 
     def _open_window(self, window: VersionedWindow) -> None:
-        world = self._world
         self._exposure = window
+        others = [member for member in self._group.ranks if member != self._world.rank]
         self._reader = DonorReader(
-            world.rank,
-            self._group,
-            self._exposure,
-            self._packing,
-            self._flat,
-            self._counts,
-            chunk_nbytes=self._chunk_nbytes,
+            others, window, self._packing, self._flat, self._counts, chunk_nbytes=self._chunk_nbytes
         )
         self._services.leftover_probes.append(self._leftovers)
 

@@ -199,7 +199,10 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
         rank, count_max = self._world.rank, selection.sample_count(self._group.size, self._rules)
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
-        metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)
+        own_metric = self._own_metric
+        metrics = await self._reader.metrics(count_max, self._random.sample, answered_by)
+        if own_metric is not None:
+            metrics[rank] = own_metric
         if self._rules.replacement_mode == "worst_ratio" and not selection.must_replace(rank, metrics, self._rules):
             if self._replacement is replacement:
                 self._replacement = None  # this rank is not among the worst, so it keeps its weights

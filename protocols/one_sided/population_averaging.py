@@ -146,7 +146,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
         limit = DEFAULT_DONOR_COUNT_MAX if self._pull.donor_count is None else self._pull.donor_count
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
-        metrics = await self._reader.metrics(None, max(SAMPLE_COUNT, limit), self._random.sample, answered_by)
+        metrics = await self._reader.metrics(max(SAMPLE_COUNT, limit), self._random.sample, answered_by)
         offered = sorted(rank for rank, metric in metrics.items() if math.isfinite(metric))
         if not offered:
             if self._replacement is replacement:

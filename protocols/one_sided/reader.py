@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from asyncdist import Group
 from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow
 from asyncdist.protocols.one_sided.selection import Choice, Sample
 from asyncdist.protocols.own_state import NewWeights
@@ -43,8 +43,7 @@ class DonorReader:
 
     def __init__(
         self,
-        rank: int,
-        group: Group,
+        others: Sequence[int],
         window: VersionedWindow,
         packing: Packing,
         flat: FlatState,
@@ -52,8 +51,7 @@ class DonorReader:
         *,
         chunk_nbytes: int,
     ) -> None:
-        self._rank = rank
-        self._others = [member for member in group.ranks if member != rank]
+        self._others = others
         self._window = window
         self._packing = packing
         self._counts = counts
@@ -61,10 +59,8 @@ class DonorReader:
         self._ring = ChunkRing(chunk_nbytes)
         self.accumulators = SnapshotPool(flat, accumulate=True)
 
-    async def metrics(
-        self, own_metric: float | None, count_max: int, sample: Sample, deadline: float
-    ) -> dict[int, float]:
-        """Return this rank's metric and the newest published metrics of other members, by rank.
+    async def metrics(self, count_max: int, sample: Sample, deadline: float) -> dict[int, float]:
+        """Return the newest published metrics of other members, by rank.
 
         Args:
             count_max: Maximum number of other members to ask. If there are more, a random sample of them is asked.
@@ -72,8 +68,7 @@ class DonorReader:
         """
         asked = self._others if len(self._others) <= count_max else sorted(sample(self._others, count_max))
         records = await self._window.published_by_each(asked, deadline=deadline)
-        metrics = {rank: record.metric for rank, record in records.items()}
-        return metrics if own_metric is None else {**metrics, self._rank: own_metric}
+        return {rank: record.metric for rank, record in records.items()}
 
     async def read(self, replacement: Replacement, choice: Choice, deadline: float) -> WeightedMean:
         """Average the newest snapshots of the chosen donors into ``replacement``, in rank order.
