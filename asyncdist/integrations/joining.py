@@ -386,11 +386,12 @@ class Training(Generic[PolicyT]):
         self.trains_alone = policy is None
         self._takes_tokens = policy is not None and "tokens" in inspect.signature(policy.awaited.step).parameters
         self._caller = current_caller("a policy")
-        self._caller.at_end(self.end)
+        self._caller.ends.append(self.end)
 
     def _release(self) -> None:
         self.policy, self.trains_alone = None, False
-        self._caller.forget(self.end)
+        if self.end in self._caller.ends:
+            self._caller.ends.remove(self.end)
 
     def judge_by_training_loss(self) -> None:
         """Declare that the metric is the training loss, so that a rising loss causes no warning about ``"min"``."""
@@ -495,7 +496,7 @@ class Training(Generic[PolicyT]):
 
 def _open_trainings() -> list[Training[Any]]:
     """Return this rank's unfinished trainings, oldest first."""
-    owners = [getattr(end, "__self__", None) for end in current_caller("a policy").registered]
+    owners = [getattr(end, "__self__", None) for end in current_caller("a policy").ends]
     return [owner for owner in owners if isinstance(owner, Training)]
 
 
