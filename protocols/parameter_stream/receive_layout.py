@@ -66,6 +66,12 @@ class ChunkRing:
             self._scratch = new_memory(nbytes)
         return self._scratch[:nbytes].view(dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes allocated for pages and the scratch buffer."""
+        scratch = [] if self._scratch is None else [self._scratch]
+        return sum(buffer.nbytes for buffer in (*self._buffers.values(), *scratch))
+
 
 class SnapshotChunk(NamedTuple):
     """A chunk of a model's weights, which every donor sends.
