@@ -17,8 +17,8 @@ from asyncdist.protocols.one_sided.selection import OneSidedRules
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics, PullStatistics
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.population_training.bayesian import BayesianExplore
+from asyncdist.protocols.population_training.exploring import LineageEntry
 from asyncdist.protocols.population_training.hyperparameters import Choice, Range
-from asyncdist.protocols.population_training.lineage import LineageEntry
 from asyncdist.protocols.population_training.policy import PopulationTrainingPolicy
 from asyncdist.protocols.replay_buffer.client import ReplayBuffer
 from asyncdist.protocols.replay_buffer.server import serve_replay_buffer

@@ -22,7 +22,7 @@ from asyncdist.tensors.optimizers.weights import OptimizerWeights
 logger = logging.getLogger("protocols.own_state")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class NewWeights:
     """New weights of a rank, and their origin.
 
@@ -38,14 +38,14 @@ class NewWeights:
     """
 
     round: int
-    donors: tuple[int, ...]
-    weights: tuple[float, ...]
-    iterations: tuple[int, ...]
-    best: int
+    donors: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    iterations: tuple[int, ...] = ()
+    best: int = -1
     versions: tuple[int, ...] = ()
-    average: FlatBuffers | None
+    average: FlatBuffers | None = None
     began_at: float
-    nbytes: int
+    nbytes: int = 0
     coordinator: int = -1
     route: str = ""
 

@@ -18,13 +18,13 @@ from asyncdist.protocols.one_sided.statistics import OneSidedStatistics
 from asyncdist.protocols.policy import SpawnPolicy
 
 if TYPE_CHECKING:
-    from asyncdist.integrations.torchgfn.script_iterations import PortedCalls
+    from asyncdist.integrations.torchgfn.script_iterations import ScriptIterations
 
 
 class Ported(SpawnPolicy):
     """Base class of policies that can be called like torchgfn's policies."""
 
-    _calls: PortedCalls | None = None
+    _numbers: ScriptIterations | None = None
 
     def __call__(
         self,
@@ -55,14 +55,14 @@ class Ported(SpawnPolicy):
             ValueError: The model, the optimizer or the group is not the policy's, or ``iteration`` is not a
                 non-negative integer.
         """
-        if self._calls is None:
+        if self._numbers is None:
             # Imported here to avoid an import cycle.
-            from asyncdist.integrations.torchgfn.script_iterations import PortedCalls
+            from asyncdist.integrations.torchgfn.script_iterations import ScriptIterations
 
-            self._calls = PortedCalls(self)
+            self._numbers = ScriptIterations(self.average_every)
         if self._first_call is None:
             self.note_call(line_of_caller())
-        return self._calls.step(iteration, model, optimizer, local_metric, group, expose_params)
+        return self._numbers.step(self, iteration, model, optimizer, local_metric, group, expose_params)
 
 
 class PortedOneSided(Ported):

@@ -16,7 +16,13 @@ from asyncdist import compiled as _compiled
 
 __path__[:0] = _compiled.search_path("blocking")  # before any submodule is imported
 
-from asyncdist.blocking.helpers import blocking as _blocking, blocking_context as _blocking_context
+from asyncdist.blocking.helpers import (
+    Face as Face,
+    blocking as _blocking,
+    blocking_context as _blocking_context,
+    context as context,
+    with_wrapped_result as _with_wrapped_result,
+)
 from asyncdist.blocking.policies import Policy as Policy, policy as policy
 from asyncdist.blocking.process_world import end_process_world as end_process_world, process_world as process_world
 from asyncdist.blocking.world import (
@@ -25,11 +31,6 @@ from asyncdist.blocking.world import (
     hosted as hosted,
     open_world as open_world,
     run as run,
-)
-from asyncdist.blocking.wrapped_objects import (
-    Face as Face,
-    context as context,
-    with_wrapped_result as _with_wrapped_result,
 )
 from asyncdist.functional import (
     averaging as _averaging,

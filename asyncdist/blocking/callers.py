@@ -109,6 +109,7 @@ class Caller(abc.ABC):
     Attributes:
         on_opened: Function to call when the blocking code opens its world, if that world was open before, as in a
             simulation.
+        ends: Functions to call before the world closes without an error, oldest first.
     """
 
     world: World
@@ -116,7 +117,7 @@ class Caller(abc.ABC):
     def __init__(self) -> None:
         self.is_open = False
         self.on_opened: Callable[[], None] | None = None
-        self._at_end: list[Callable[[], None]] = []
+        self.ends: list[Callable[[], None]] = []
         self._is_calling = False
         self._thread = threading.current_thread()  # only this thread may call (identifiers of ended threads are reused)
 
@@ -143,24 +144,10 @@ class Caller(abc.ABC):
         if on_opened is not None:
             on_opened()
 
-    def at_end(self, fn: Callable[[], None]) -> None:
-        """Register ``fn`` to be called before the world closes without an error. The newest functions run first."""
-        self._at_end.append(fn)
-
-    @property
-    def registered(self) -> tuple[Callable[[], None], ...]:
-        """Functions registered with :meth:`at_end`, oldest first."""
-        return tuple(self._at_end)
-
-    def forget(self, fn: Callable[[], None]) -> None:
-        """Unregister ``fn``, if it was registered with :meth:`at_end`."""
-        if fn in self._at_end:
-            self._at_end.remove(fn)
-
     def end(self) -> None:
-        """Call the functions registered with :meth:`at_end`, in reverse order."""
-        while self._at_end:
-            self._at_end.pop()()
+        """Call the functions in ``ends``, the newest first."""
+        while self.ends:
+            self.ends.pop()()
 
     def _check_can_call(self) -> None:
         """Raise the error for a call that is not possible now.

@@ -11,17 +11,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar, Unpack
 
 import torch
 
-from asyncdist.blocking.callers import (
-    Caller,
-    LoopCaller,
-    SwitchingCaller,
-    _current,
-    ask_for_world,
-    current_caller,
-    find_caller,
-    without_running_loop,
-)
-from asyncdist.blocking.wrapped_objects import Face
+from asyncdist.blocking import callers
+from asyncdist.blocking.helpers import Face
 from asyncdist.collectives.groups import Group
 from asyncdist.recording.writer import LIMIT_NBYTES
 from asyncdist.runtime import run as runtime
@@ -53,7 +44,7 @@ class World:
         awaited: Underlying :class:`asyncdist.World`, for use in coroutines.
     """
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: callers.Caller) -> None:
         self._caller = caller
         self.awaited: Final[AwaitedWorld] = caller.world
         self.rank = caller.world.rank
@@ -176,7 +167,7 @@ def current_world() -> World:
         LocalProtocolError: Called in a coroutine, which must use :func:`asyncdist.current_world`.
         RuntimeError: No world is open.
     """
-    return World(current_caller("current_world"))
+    return World(callers.current_caller("current_world"))
 
 
 @contextmanager
@@ -205,13 +196,13 @@ def open_world(
         LocalProtocolError: This rank already has an open world.
         BaseException: Any error that :func:`asyncdist.run` raises.
     """
-    here = find_caller()
-    if isinstance(here, SwitchingCaller) and here.is_of_script:
+    here = callers.find_caller()
+    if isinstance(here, callers.SwitchingCaller) and here.is_of_script:
         here.note_opened()
         yield World(here)
         return
     refuse_inside_a_world()
-    ask = ask_for_world.get()
+    ask = callers.ask_for_world.get()
     if ask is not None:
         yield World(ask())
         return
@@ -226,11 +217,11 @@ def open_world(
         metrics=metrics,
     )
     user = sys._getframe(2)  # the frame of the caller, outside contextlib
-    with without_running_loop():
+    with callers.without_running_loop():
         host = runtime.prepare_rank(user, transport=transport, options=options)
-    caller = LoopCaller(host)
+    caller = callers.LoopCaller(host)
     caller.open()
-    tokens = _current.set(caller), _current_world.set(caller.world)
+    tokens = callers._current.set(caller), _current_world.set(caller.world)
     error: BaseException | None = None
     try:
         caller.listen()
@@ -242,7 +233,7 @@ def open_world(
         raise
     finally:
         with suppress(ValueError):  # raised if the block was entered in a different context
-            _current.reset(tokens[0])
+            callers._current.reset(tokens[0])
             _current_world.reset(tokens[1])
         caller.close(error)
 
@@ -277,7 +268,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
     @functools.wraps(main)
     async def host(world: AwaitedWorld, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        caller = SwitchingCaller(world)
+        caller = callers.SwitchingCaller(world)
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)

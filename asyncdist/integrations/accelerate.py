@@ -22,7 +22,6 @@ each uses a subfolder ``rank0``, ``rank1``, ... of ``project_dir`` and ``logging
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any, Final, Unpack
 
@@ -32,27 +31,9 @@ from torch import nn
 from asyncdist import current_world, validation
 from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.functional.seeding import RestoredNumbers
-from asyncdist.integrations import pytorch
-from asyncdist.integrations.joining import (
-    REFUSED_OPTIONS,
-    PolicyT,
-    Selective,
-    Training,
-    below,
-    hide_ranks,
-    hide_ranks_from,
-    join,
-    note_out_of_memory,
-    settle_open_trainings,
-    warn_of_common_rows,
-)
-from asyncdist.integrations.random_numbers import (
-    forget_order,
-    saves_order,
-    seed_by_number,
-    seed_workers_by_number,
-    shuffle_by_number,
-)
+from asyncdist.integrations import joining, pytorch, random_numbers
+from asyncdist.integrations.joining import PolicyT, Selective, Training
+from asyncdist.integrations.patching import replaces
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.step_info import NOTHING
@@ -60,85 +41,76 @@ from asyncdist.protocols.step_info import NOTHING
 with validation.optional_imports(__name__, ["accelerate"], "accelerate"):
     import accelerate  # type: ignore[import-untyped]
 
-hide_ranks()
+joining.hide_ranks()
 
-_ONE_RANK: Final = (
-    "the Accelerator sees only one rank; for replicas under DDP, import SelectiveAveraging from "
-    "asyncdist.integrations.pytorch, and wrap the model yourself"
-)
-
-
-def _use_rank_folders(kind: Any) -> None:
-    """Patch ``Accelerator`` so that new instances write to a separate folder for each rank."""
-    make = kind.__init__
-
-    @functools.wraps(make)
-    def make_for_rank(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        directories = self.project_configuration
-        for name in ("project_dir", "logging_dir"):
-            if (given := getattr(directories, name)) is not None and (world := _world()).size > 1:
-                setattr(directories, name, below(given, f"rank{world.rank}"))
-
-    kind.__init__ = make_for_rank
+_REFUSED_OPTIONS: Final = {
+    **joining.REFUSED_OPTIONS,
+    **dict.fromkeys(
+        ("replica_size", "swap_every"),
+        "the Accelerator sees only one rank; for replicas under DDP, import SelectiveAveraging from "
+        "asyncdist.integrations.pytorch, and wrap the model yourself",
+    ),
+}
 
 
-def _shuffle_loaders_by_rank(kind: Any) -> None:
-    """Patch ``Accelerator`` so that the loaders it prepares shuffle differently on each rank."""
-    prepare = kind.prepare_data_loader
-
-    @functools.wraps(prepare)
-    def prepare_for_rank(self: Any, *args: Any, **options: Any) -> Any:
-        loader = prepare(self, *args, **options)
-        if self.num_processes == 1 and (world := _world()).size > 1:
-            shuffle_by_number(loader, world.rank)
-            forget_order(loader)
-        return loader
-
-    kind.prepare_data_loader = prepare_for_rank
+@replaces(accelerate.Accelerator, "__init__")
+def _use_rank_folders(make: Any, accelerator: Any, *args: Any, **options: Any) -> None:
+    """Write to a separate folder for each rank."""
+    make(accelerator, *args, **options)
+    directories = accelerator.project_configuration
+    for name in ("project_dir", "logging_dir"):
+        if (given := getattr(directories, name)) is not None and (world := _world()).size > 1:
+            setattr(directories, name, joining.below(given, f"rank{world.rank}"))
 
 
-def _vary_loaded_states(kind: Any) -> None:
-    """Patch ``Accelerator`` so that ranks that load the same state still use different random numbers."""
-    load = kind.load_state
-
-    @functools.wraps(load)
-    def load_for_rank(self: Any, input_dir: Any = None, *args: Any, **options: Any) -> None:
-        load(self, input_dir, *args, **options)
-        if self.num_processes > 1:
-            return
-        world = _world()
-        if input_dir is None or f"rank{world.rank}" in Path(input_dir).parts:  # the state was saved by this rank
-            world.services.shared(RestoredNumbers).note()
-        elif world.size > 1:
-            seed_by_number(world.rank)
-            for loader in self._dataloaders:  # loading has replaced the loaders' samplers
-                shuffle_by_number(loader, world.rank)
-                if saves_order(loader):
-                    forget_order(loader)
-                else:
-                    seed_workers_by_number(loader, world.rank)
-
-    kind.load_state = load_for_rank
+@replaces(accelerate.Accelerator, "prepare_data_loader")
+def _shuffle_loaders_by_rank(prepare: Any, accelerator: Any, *args: Any, **options: Any) -> Any:
+    """Let prepared loaders shuffle differently on each rank."""
+    loader = prepare(accelerator, *args, **options)
+    if accelerator.num_processes == 1 and (world := _world()).size > 1:
+        random_numbers.shuffle_by_number(loader, world.rank)
+        random_numbers.forget_order(loader)
+    return loader
 
 
-def _save_settled_states(kind: Any) -> None:
-    """Patch ``Accelerator.save_state`` to wait first until the rounds of averaging in progress have ended."""
-    save = kind.save_state
+@replaces(accelerate.Accelerator, "load_state")
+def _vary_loaded_states(load: Any, accelerator: Any, input_dir: Any = None, *args: Any, **options: Any) -> None:
+    """Let ranks that load the same state still use different random numbers."""
+    load(accelerator, input_dir, *args, **options)
+    if accelerator.num_processes > 1:
+        return
+    world = _world()
+    if input_dir is None or f"rank{world.rank}" in Path(input_dir).parts:  # the state was saved by this rank
+        world.services.shared(RestoredNumbers).note()
+    elif world.size > 1:
+        random_numbers.seed_by_number(world.rank)
+        for loader in accelerator._dataloaders:  # loading has replaced the loaders' samplers
+            random_numbers.shuffle_by_number(loader, world.rank)
+            if random_numbers.saves_order(loader):
+                random_numbers.forget_order(loader)
+            else:
+                random_numbers.seed_workers_by_number(loader, world.rank)
 
-    @functools.wraps(save)
-    def save_settled(self: Any, *args: Any, **options: Any) -> Any:
-        settle_open_trainings()
-        return save(self, *args, **options)
 
-    kind.save_state = save_settled
+@replaces(accelerate.Accelerator, "save_state")
+def _save_settled_states(save: Any, *args: Any, **options: Any) -> Any:
+    """Wait first until the rounds of averaging in progress have ended."""
+    joining.settle_open_trainings()
+    return save(*args, **options)
 
 
-class _Gradients(dict[str, Any]):
-    """The state of accelerate's ``GradientState`` for one of several ranks that share a process."""
+@replaces(accelerate.utils.memory, "should_reduce_batch_size")
+def _note_exhausted_memory(decide: Any, exception: Exception) -> bool:
+    """Let a training begin again after it ran out of memory. ``find_executable_batch_size`` calls this function."""
+    is_tried_again: bool = decide(exception)
+    if is_tried_again:
+        joining.note_out_of_memory()
+    return is_tried_again
 
-    def __init__(self, _: object) -> None:
-        super().__init__()
+
+def _new_gradients(_: object) -> dict[str, Any]:
+    """Return the state of accelerate's ``GradientState`` for one of several ranks that share a process."""
+    return {}
 
 
 class _GradientsOfRank:
@@ -159,34 +131,15 @@ class _GradientsOfRank:
         is_first = world.rank == world.incarnation == 0
         if is_first or not world.services.engine.transport.capabilities.shares_process:
             return self._of_process
-        return world.services.shared(_Gradients)
+        return world.services.shared(_new_gradients)
 
 
 def _world() -> Any:
-    return current_world() if is_in_a_rank() else join().awaited
+    return current_world() if is_in_a_rank() else joining.join().awaited
 
 
-def _note_exhausted_memory(memory: Any) -> None:
-    """Patch ``find_executable_batch_size`` so that a training may begin again after it ran out of memory."""
-    decide = memory.should_reduce_batch_size
-
-    @functools.wraps(decide)
-    def decide_for_rank(exception: Exception) -> bool:
-        is_tried_again: bool = decide(exception)
-        if is_tried_again:
-            note_out_of_memory()
-        return is_tried_again
-
-    memory.should_reduce_batch_size = decide_for_rank
-
-
-hide_ranks_from(accelerate.state.PartialState)
+joining.hide_ranks_from(accelerate.state.PartialState)
 accelerate.state.GradientState._shared_state = _GradientsOfRank(accelerate.state.GradientState._shared_state)
-_note_exhausted_memory(accelerate.utils.memory)
-_use_rank_folders(accelerate.Accelerator)
-_shuffle_loaders_by_rank(accelerate.Accelerator)
-_vary_loaded_states(accelerate.Accelerator)
-_save_settled_states(accelerate.Accelerator)
 
 
 class Averaging(pytorch.Averaging[PolicyT]):
@@ -206,7 +159,7 @@ class Averaging(pytorch.Averaging[PolicyT]):
         """Do a policy step, with the arguments of :meth:`asyncdist.integrations.pytorch.Averaging.step`."""
         if not self._has_seen_loader:  # only now, because a program also prepares loaders for evaluation
             self._has_seen_loader = True
-            warn_of_common_rows(self._gradients.active_dataloader, join())
+            joining.warn_of_common_rows(self._gradients.active_dataloader, joining.join())
         if tokens is not None:
             self._tokens = tokens + (self._tokens or 0)
         if self._gradients.sync_gradients or self.policy is None:
@@ -224,7 +177,7 @@ class SelectiveAveraging(Averaging[Selective], pytorch.SelectiveAveraging):
     ``replica_size`` raises TypeError. Steps work as in :class:`Averaging`.
     """
 
-    @validation.names_options(refused={**REFUSED_OPTIONS, **dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK)})
+    @validation.names_options(refused=_REFUSED_OPTIONS)
     def __init__(
         self,
         model: nn.Module,

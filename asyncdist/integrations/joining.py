@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -24,6 +23,7 @@ from asyncdist.blocking.world import World
 from asyncdist.errors import BusyError, ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
 from asyncdist.functional.seeding import RestoredNumbers
 from asyncdist.integrations.metrics import warning_of_judge
+from asyncdist.integrations.patching import replaces
 from asyncdist.integrations.random_numbers import reads_in_order, seed_by_number
 from asyncdist.launchers import child_environment, detection
 from asyncdist.protocols import (
@@ -70,17 +70,14 @@ def hide_ranks_from(state: Any) -> None:
     ``notebook_launcher`` forks its ranks from a process that may have imported the integration. It sets the ranks'
     variables afterwards.
     """
-    make = state.__init__
-    if hasattr(make, "__wrapped__"):  # another integration has patched it
+    if hasattr(state.__init__, "__wrapped__"):  # another integration has patched it
         return
 
-    @functools.wraps(make)
-    def make_hidden(self: Any, *args: Any, **options: Any) -> None:
+    @replaces(state, "__init__")
+    def make_hidden(make: Any, *args: Any, **options: Any) -> None:
         if not state._shared_state:
             hide_ranks()
-        make(self, *args, **options)
-
-    state.__init__ = make_hidden
+        make(*args, **options)
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:
@@ -389,11 +386,12 @@ class Training(Generic[PolicyT]):
         self.trains_alone = policy is None
         self._takes_tokens = policy is not None and "tokens" in inspect.signature(policy.awaited.step).parameters
         self._caller = current_caller("a policy")
-        self._caller.at_end(self.end)
+        self._caller.ends.append(self.end)
 
     def _release(self) -> None:
         self.policy, self.trains_alone = None, False
-        self._caller.forget(self.end)
+        if self.end in self._caller.ends:
+            self._caller.ends.remove(self.end)
 
     def judge_by_training_loss(self) -> None:
         """Declare that the metric is the training loss, so that a rising loss causes no warning about ``"min"``."""
@@ -498,7 +496,7 @@ class Training(Generic[PolicyT]):
 
 def _open_trainings() -> list[Training[Any]]:
     """Return this rank's unfinished trainings, oldest first."""
-    owners = [getattr(end, "__self__", None) for end in current_caller("a policy").registered]
+    owners = [getattr(end, "__self__", None) for end in current_caller("a policy").ends]
     return [owner for owner in owners if isinstance(owner, Training)]
 
 

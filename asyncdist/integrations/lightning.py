@@ -16,7 +16,6 @@ Each rank has its own trainer, which reads its own data, and validates and saves
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -27,28 +26,10 @@ import torch
 
 from asyncdist import environment, validation
 from asyncdist.blocking.policies import Policy
-from asyncdist.integrations.joining import (
-    REFUSED_OPTIONS,
-    PolicyT,
-    Selective,
-    Training,
-    averaging,
-    below,
-    hide_ranks,
-    join,
-    refuse_copy,
-    selective_averaging,
-    settle_open_trainings,
-    warn_of_common_rows,
-)
+from asyncdist.integrations import joining, random_numbers
+from asyncdist.integrations.joining import PolicyT, Selective, Training
 from asyncdist.integrations.metrics import RunningLoss
-from asyncdist.integrations.random_numbers import (
-    draw,
-    saves_order,
-    seed_by_number,
-    shuffle_by_number,
-    with_seeds_by_number,
-)
+from asyncdist.integrations.patching import replaces
 from asyncdist.integrations.replicas import Replica, show_replica, state_of_rank, states_of_replica
 from asyncdist.launchers import detection
 from asyncdist.protocols import StepInfo
@@ -63,7 +44,7 @@ with validation.optional_imports(__name__, ["lightning"], "lightning"):
     from lightning.pytorch.utilities import rank_zero_only
     from lightning.pytorch.utilities.data import extract_batch_size
 
-hide_ranks()
+joining.hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
@@ -103,6 +84,8 @@ class Averaging(Callback, Generic[PolicyT]):
             several optimizers and ``optimizer_index`` is missing.
     """
 
+    _count_name = "averages"
+
     def __init__(
         self,
         policy: type[PolicyT],
@@ -111,18 +94,18 @@ class Averaging(Callback, Generic[PolicyT]):
         optimizer_index: int | None = None,
         **options: Any,
     ) -> None:
-        training = averaging(policy, options, monitor=monitor)
-        # training.options is read here, because LightningCLI parses this function: it would find
-        # options.get("weights", "equal"), and pass this default to every policy.
-        size = training.options.get("replica_size", 1)
-        self._set_up(training, monitor, optimizer_index, size)
-        self._count_name = "averages"
-        self._counts_examples = training.options.get("weights", "equal") != "equal"
-        self._policy_name = policy.__name__ if size == 1 else f"{policy.__name__}, replicas of {size}"
+        training = joining.averaging(policy, options, monitor=monitor)
+        self._set_up(training, monitor, optimizer_index, policy.__name__)
 
     def _set_up(
-        self, training: Training[PolicyT], monitor: str | None, optimizer_index: int | None, replica_size: int
+        self, training: Training[PolicyT], monitor: str | None, optimizer_index: int | None, policy_name: str
     ) -> None:
+        # These options are read here, because LightningCLI parses the constructor: it would find
+        # options.get("weights", "equal"), and pass this default to every policy.
+        replica_size = training.options.get("replica_size", 1)
+        self._counts_examples = training.options.get("weights", "equal") != "equal"
+        replicas = "" if replica_size == 1 else f"replicas of {replica_size}"
+        self._policy_name = ", ".join(filter(None, (policy_name, replicas)))
         self.monitor = monitor
         self.last_info: StepInfo | None = None
         self._training = training
@@ -143,15 +126,9 @@ class Averaging(Callback, Generic[PolicyT]):
         self._last_state: dict[str, Any] = {}
         self._loads_states = True
         self._has_loaded_other = False  # whether this fit resumes from another rank's checkpoint
-        self._world = join()
-        self._folder = f"rank{self._world.rank}"
+        self._world = joining.join()
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # so that each rank writes its own files
-        self._number = self._world.rank
-        self._replica: Replica | None = None
-        if replica_size > 1:
-            self._replica = show_replica(self._world, replica_size)
-            self._number = self._replica.number
-            self._folder = f"replica{self._number}"
+        self._replica = Replica(self._world.rank) if replica_size == 1 else show_replica(self._world, replica_size)
         _hide_ranks_of_mpi()
         _write_below_from_the_beginning()
         if self._world.rank:
@@ -203,24 +180,25 @@ class Averaging(Callback, Generic[PolicyT]):
         strategy: Any = trainer.strategy
         if "process_dataloader" in vars(strategy):  # an earlier fit has patched the strategy
             return
-        process = strategy.process_dataloader
 
-        def process_for_rank(loader: Any) -> Any:
+        @replaces(strategy, "process_dataloader")
+        def process_for_rank(process: Any, loader: Any) -> Any:
             loader = process(loader)
             if trainer.training:
-                seed = draw() if self._replica_size == 1 else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
-                shuffle_by_number(loader, self._number, size=self._replica_size, seed=seed)
+                is_alone = self._replica_size == 1
+                seed = random_numbers.draw() if is_alone else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
+                random_numbers.shuffle_by_number(loader, self._replica.number, size=self._replica_size, seed=seed)
                 if self._has_loaded_other:
                     loop = trainer.fit_loop
-                    states = [] if saves_order(loader) else loop._combined_loader_states_to_load
-                    loop._combined_loader_states_to_load = with_seeds_by_number(states, self._number)
+                    states = [] if random_numbers.saves_order(loader) else loop._combined_loader_states_to_load
+                    loop._combined_loader_states_to_load = random_numbers.with_seeds_by_number(
+                        states, self._replica.number
+                    )
             return loader
-
-        strategy.process_dataloader = process_for_rank
 
     def _use_rank_folder(self, trainer: pl.Trainer) -> None:
         if self._world.size > 1:
-            _write_below(trainer, self._folder)
+            _write_below(trainer, self._replica.folder)
 
     def _refusal(self, count: int) -> str:
         if self._replica_size > 1:
@@ -234,7 +212,7 @@ class Averaging(Callback, Generic[PolicyT]):
             f"{type(self).__name__}"
         )
 
-    __copy__ = __deepcopy__ = refuse_copy
+    __copy__ = __deepcopy__ = joining.refuse_copy
 
     def __getstate__(self) -> NoReturn:
         raise ValueError(
@@ -265,7 +243,8 @@ class Averaging(Callback, Generic[PolicyT]):
         if not self._begins_late(trainer):
             self._begin(trainer, pl_module)
         elif self._world.size > 1:
-            seed_by_number(self._world.rank)  # the policy starts only after the loaders have seeded their workers
+            # The policy starts only after the loaders have seeded their workers.
+            random_numbers.seed_by_number(self._world.rank)
 
     def _begins_late(self, trainer: pl.Trainer) -> bool:
         """Return whether the policy starts in :meth:`on_train_start`, after the trainer has loaded its checkpoint.
@@ -318,7 +297,7 @@ class Averaging(Callback, Generic[PolicyT]):
         # Lightning's batch size finder also sets up validation loaders while trainer.training is true.
         loaders: Any = trainer.fit_loop._combined_loader
         for loader in loaders.flattened:
-            warn_of_common_rows(loader, self._world)
+            joining.warn_of_common_rows(loader, self._world)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -327,7 +306,7 @@ class Averaging(Callback, Generic[PolicyT]):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self._counts_examples:
             self._example_count += _size_of(batch)
-        if self._is_judged_by_loss and loss is not None:
+        if self.monitor is None and self._training.is_judged and loss is not None:
             self._has_losses = True
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
                 loss = loss * trainer.accumulate_grad_batches  # undoes Lightning's division
@@ -346,10 +325,6 @@ class Averaging(Callback, Generic[PolicyT]):
                 self._spend(trainer.callback_metrics.get(self.monitor))
             self.log(self._count_name, float(self._training.replacement_count), prog_bar=True)
 
-    @property
-    def _is_judged_by_loss(self) -> bool:
-        return self.monitor is None and self._training.is_judged
-
     def _metric(self) -> Any:
         if self.monitor is None:
             return self._loss()
@@ -364,7 +339,9 @@ class Averaging(Callback, Generic[PolicyT]):
 
         Lightning keeps the last logged tensor, and returns a new tensor with the same memory at each read.
         """
-        return metric is None or (_are_one(metric, self._spent) and repr(float(metric)) == self._spent_value)
+        are_tensors = isinstance(metric, torch.Tensor) and isinstance(self._spent, torch.Tensor)
+        is_same = metric is self._spent or (are_tensors and metric.data_ptr() == self._spent.data_ptr())
+        return metric is None or (is_same and repr(float(metric)) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
         self._spent, self._spent_value = metric, "" if metric is None else repr(float(metric))  # NaN equals itself
@@ -406,7 +383,7 @@ class Averaging(Callback, Generic[PolicyT]):
         All ranks of a replica must call this method. The first rank returns the states of all its ranks.
         """
         state = self._training.state_dict() or self._last_state
-        if self._replica is None or self._replica.size == 1 or not state:
+        if self._replica.size == 1 or not state:
             return state
         return states_of_replica(self._world, self._replica, state)
 
@@ -414,26 +391,24 @@ class Averaging(Callback, Generic[PolicyT]):
         """Keep a state for the next policy's start. Ignore one that Lightning loads to validate, test or predict."""
         if not self._loads_states:
             return
-        if self._replica is not None and self._replica.size > 1:
-            self._training.load_state_dict(state_of_rank(self._replica, state_dict))
-        else:
-            self._training.load_state_dict(state_dict)
+        state = state_dict if self._replica.size == 1 else state_of_rank(self._replica, state_dict)
+        self._training.load_state_dict(state)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the number of this rank, or of its replica, to the checkpoint."""
-        checkpoint[_NUMBER] = self._number
+        checkpoint[_NUMBER] = self._replica.number
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Record whether another rank or replica saved the checkpoint. If so, its order of rows is not used."""
-        self._has_loaded_other = checkpoint.get(_NUMBER) != self._number
+        self._has_loaded_other = checkpoint.get(_NUMBER) != self._replica.number
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy, but keep its state for checkpoint callbacks, which are called after this method."""
-        if self._replica is None or self._replica.size == 1:
+        if self._replica.size == 1:
             self._last_state = self._training.state_without_waiting() or self._last_state
         elif self._training.policy is not None:
             logger.warning(
@@ -468,7 +443,9 @@ class SelectiveAveraging(Averaging[Selective]):
             or the module has several optimizers and ``optimizer_index`` is missing.
     """
 
-    @validation.names_options(refused=REFUSED_OPTIONS)
+    _count_name = "replacements"
+
+    @validation.names_options(refused=joining.REFUSED_OPTIONS)
     def __init__(
         self,
         average_every: int,
@@ -480,7 +457,7 @@ class SelectiveAveraging(Averaging[Selective]):
         swap_every: int | None = None,
         **options: Unpack[SelectiveOptions],
     ) -> None:
-        training = selective_averaging(
+        training = joining.selective_averaging(
             average_every,
             mode,
             options,
@@ -489,16 +466,7 @@ class SelectiveAveraging(Averaging[Selective]):
             monitor=monitor,
             is_of_trainer=True,
         )
-        self._set_up(training, monitor, optimizer_index, replica_size)
-        self._count_name = "replacements"
-        self._counts_examples = False
-        self._policy_name = "" if replica_size == 1 else f"replicas of {replica_size}"
-
-
-def _are_one(one: Any, other: Any) -> bool:
-    """Return whether two objects are the same one, or tensors with the same memory."""
-    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return one is other or (are_tensors and one.data_ptr() == other.data_ptr())
+        self._set_up(training, monitor, optimizer_index, "")
 
 
 def _size_of(batch: Any) -> int:
@@ -527,14 +495,11 @@ def _settle_before_saving(strategy: Any) -> None:
     """
     if "lightning_module_state_dict" in vars(strategy):  # an earlier fit has patched the strategy
         return
-    read = strategy.lightning_module_state_dict
 
-    @functools.wraps(read)
-    def settle_and_read() -> Any:
-        settle_open_trainings()
+    @replaces(strategy, "lightning_module_state_dict")
+    def settle_and_read(read: Any) -> Any:
+        joining.settle_open_trainings()
         return read()
-
-    strategy.lightning_module_state_dict = settle_and_read
 
 
 def _hide_ranks_of_mpi() -> None:
@@ -548,36 +513,31 @@ def _write_below_from_the_beginning() -> None:
     """Patch ``Trainer`` so that new trainers use their rank's folder before ``fit`` searches for checkpoints."""
     for name in _LIBRARIES:
         kind = getattr(sys.modules.get(name), "Trainer", None)
-        if kind is None or hasattr(kind.__init__, "gives_folders"):
-            continue
-        kind.__init__ = _giving_folders(kind.__init__)
+        if kind is not None and not hasattr(kind.__init__, "gives_folders"):
+            replaces(kind, "__init__")(_make_for_rank)
+            kind.__init__.gives_folders = True
 
 
-def _giving_folders(make: Any) -> Any:
-    @functools.wraps(make)
-    def make_for_rank(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        for callback in self.callbacks:
-            if isinstance(callback, Averaging):
-                callback._use_rank_folder(self)
-
-    make_for_rank.gives_folders = True  # type: ignore[attr-defined]
-    return make_for_rank
+def _make_for_rank(make: Any, trainer: Any, *args: Any, **options: Any) -> None:
+    make(trainer, *args, **options)
+    for callback in trainer.callbacks:
+        if isinstance(callback, Averaging):
+            callback._use_rank_folder(trainer)
 
 
 def _write_below(trainer: pl.Trainer, folder: str) -> None:
     """Make a trainer write its files to the subfolder ``folder`` of each of its folders."""
-    trainer._default_root_dir = below(trainer.default_root_dir, folder)  # type: ignore[attr-defined]
+    trainer._default_root_dir = joining.below(trainer.default_root_dir, folder)  # type: ignore[attr-defined]
     for logger in trainer.loggers:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
-                setattr(logger, name, below(given, folder))
+                setattr(logger, name, joining.below(given, folder))
         options = getattr(logger, "_wandb_init", None)  # wandb has a second folder, with a separate option
         # With fast_dev_run, ``options`` is not a dict, because a dummy logger returns a method for any attribute name.
         if isinstance(options, dict) and options.get("dir") is not None:
-            options["dir"] = below(options["dir"], folder)
+            options["dir"] = joining.below(options["dir"], folder)
             os.makedirs(options["dir"], exist_ok=True)  # wandb would use a temporary folder if this one is missing
     writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
     for writer in writers:
         if getattr(writer, "dirpath", None) is not None:
-            writer.dirpath = below(writer.dirpath, folder)
+            writer.dirpath = joining.below(writer.dirpath, folder)

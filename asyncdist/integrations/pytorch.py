@@ -28,16 +28,8 @@ from torch import nn
 
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
-from asyncdist.integrations import replicas
-from asyncdist.integrations.joining import (
-    REFUSED_OPTIONS,
-    PolicyT,
-    Selective,
-    Training,
-    join,
-    refuse_copy,
-    selective_averaging,
-)
+from asyncdist.integrations import joining, replicas
+from asyncdist.integrations.joining import PolicyT, Selective, Training
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.protocols import SpawnPolicy, StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
@@ -78,7 +70,7 @@ class Averaging(Generic[PolicyT]):
         self._training = training
         self._training.begin(model, optimizer)
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
+    __copy__ = __deepcopy__ = __reduce_ex__ = joining.refuse_copy
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
@@ -178,7 +170,7 @@ class SelectiveAveraging(Averaging[Selective]):
         TypeError, ValueError: An argument has a wrong type or value.
     """
 
-    @validation.names_options(refused=REFUSED_OPTIONS)
+    @validation.names_options(refused=joining.REFUSED_OPTIONS)
     def __init__(
         self,
         model: nn.Module,
@@ -190,7 +182,9 @@ class SelectiveAveraging(Averaging[Selective]):
         swap_every: int | None = None,
         **options: Unpack[SelectiveOptions],
     ) -> None:
-        training = selective_averaging(average_every, mode, options, replica_size=replica_size, swap_every=swap_every)
+        training = joining.selective_averaging(
+            average_every, mode, options, replica_size=replica_size, swap_every=swap_every
+        )
         self._begin(training, model, unwrapped(optimizer))
 
 
@@ -216,4 +210,4 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
         LocalProtocolError: torch.distributed has different ranks than the world, or ranks share a process, as in a
             simulation.
     """
-    return replicas.new_process_group(join(), replica_size, backend)
+    return replicas.new_process_group(joining.join(), replica_size, backend)

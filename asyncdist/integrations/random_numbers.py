@@ -108,7 +108,7 @@ def reads_in_order(loader: Any, world_size: int) -> bool:
 
 def saves_order(loader: Any) -> bool:
     """Return whether the loader's state contains its order of rows, as in a shuffling StatefulDataLoader."""
-    return _is_stateful(loader) and any(
+    return _stateful(loader) is not None and any(
         type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator")
         for sampler in _samplers_of(loader, 1)
     )
@@ -120,9 +120,9 @@ def forget_order(loader: Any) -> None:
     This drops the order of rows in a loaded state. It also drops the order that the workers have begun to draw, because
     Accelerate creates the loader's iterator early.
     """
-    if not _is_stateful(loader):
+    inner = _stateful(loader)
+    if inner is None:
         return
-    inner = getattr(loader, "base_dataloader", loader)
     inner.load_state_dict({})  # also drops the iterator
     inner.next_iter_state = None
     if inner is not loader:
@@ -131,8 +131,8 @@ def forget_order(loader: Any) -> None:
 
 def seed_workers_by_number(loader: Any, number: int) -> None:
     """Mix ``number`` into the seed of the workers that a StatefulDataLoader has loaded from another rank's state."""
-    if _is_stateful(loader):
-        inner = getattr(loader, "base_dataloader", loader)
+    inner = _stateful(loader)
+    if inner is not None:
         inner.next_iter_state = with_seeds_by_number(inner.next_iter_state, number)
 
 
@@ -148,8 +148,10 @@ def with_seeds_by_number(state: Any, number: int) -> Any:
     }
 
 
-def _is_stateful(loader: Any) -> bool:
-    return hasattr(getattr(loader, "base_dataloader", loader), "next_iter_state")
+def _stateful(loader: Any) -> Any:
+    """Return a StatefulDataLoader, unwrapped, or None for another loader."""
+    inner = getattr(loader, "base_dataloader", loader)
+    return inner if hasattr(inner, "next_iter_state") else None
 
 
 def _is_of_library(sampler: Any) -> bool:

@@ -32,11 +32,19 @@ _SAVE_TIMEOUT_S: Final = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The replica to which this rank belongs, with ``size`` ranks. ``place`` is this rank's index among them."""
+    """The replica to which this rank belongs, with ``size`` ranks. ``place`` is this rank's index among them.
+
+    Without replicas, ``number`` is the rank.
+    """
 
     number: int
-    place: int
-    size: int
+    place: int = 0
+    size: int = 1
+
+    @property
+    def folder(self) -> str:
+        """Name of the subfolder to which the replica writes if there are several."""
+        return f"rank{self.number}" if self.size == 1 else f"replica{self.number}"
 
 
 def show_replica(world: World, size: int) -> Replica:
@@ -129,7 +137,7 @@ def replica_of(world: World, size: int) -> Replica:
     """Return this rank's replica. Raise TypeError or ValueError if ``size`` does not divide the number of ranks."""
     validation.count("replica_size", size, least=2)
     if world.size == 1:
-        return Replica(0, 0, 1)
+        return Replica(0)
     if world.size % size:
         validation.refuse("replica_size", size, f"a divisor of the number of ranks ({world.size})")
     return Replica(world.rank // size, world.rank % size, size)

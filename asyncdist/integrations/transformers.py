@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, Self, Unpack
 from urllib.parse import quote
@@ -32,23 +32,10 @@ from asyncdist.blocking.callers import find_caller
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.world import World
 from asyncdist.errors import ClosedError
-from asyncdist.integrations.joining import (
-    REFUSED_OPTIONS,
-    PolicyT,
-    Selective,
-    Training,
-    averaging,
-    below,
-    hide_ranks,
-    hide_ranks_from,
-    join,
-    log_once_that_rank_0_pushes,
-    refuse_copy,
-    selective_averaging,
-    warn_of_common_rows,
-    warn_of_unlabelled_lines,
-)
+from asyncdist.integrations import joining
+from asyncdist.integrations.joining import PolicyT, Selective, Training
 from asyncdist.integrations.metrics import RunningLoss
+from asyncdist.integrations.patching import replaces
 from asyncdist.integrations.random_numbers import seed_by_number, shuffle_by_number
 from asyncdist.integrations.replicas import Replica, replica_of, show_replica
 from asyncdist.protocols import StepInfo
@@ -63,7 +50,7 @@ with validation.optional_imports(__name__, ["transformers", "accelerate"], "tran
     from accelerate.utils import find_batch_size  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-hide_ranks()
+joining.hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
@@ -97,13 +84,14 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         TypeError, ValueError: An option has a wrong type or value, or the trainer has several GPUs in one process.
     """
 
-    def __init__(self, policy: type[PolicyT], *, monitor: str | None = None, **options: Any) -> None:
-        training = averaging(policy, options, monitor=monitor)
-        self._set_up(training, monitor, training.options.get("replica_size", 1))
-        self._count_name = "averages"
-        self._counts_tokens = training.options.get("weights", "equal") != "equal"
+    _count_name = "averages"
 
-    def _set_up(self, training: Training[PolicyT], monitor: str | None, replica_size: int) -> None:
+    def __init__(self, policy: type[PolicyT], *, monitor: str | None = None, **options: Any) -> None:
+        self._set_up(joining.averaging(policy, options, monitor=monitor), monitor)
+
+    def _set_up(self, training: Training[PolicyT], monitor: str | None) -> None:
+        replica_size = training.options.get("replica_size", 1)
+        self._counts_tokens = training.options.get("weights", "equal") != "equal"
         self.monitor = monitor
         self.last_info: StepInfo | None = None
         self._training = training
@@ -112,14 +100,11 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         self._newest: Any = NOT_MEASURED
         self._has_losses = self._has_warned = False
         self._evaluated: set[str] = set()
-        self._world = join()
-        self._folder, self._number, self._size = f"rank{self._world.rank}", self._world.rank, replica_size
+        self._world = joining.join()
+        self._replica = (
+            Replica(self._world.rank) if replica_size == 1 else _show_replica_once(self._world, replica_size)
+        )
         self._seed: int | None = None
-        self._place = 0
-        if replica_size > 1:
-            replica = _show_replica_once(self._world, replica_size)
-            self._number, self._place = replica.number, replica.place
-            self._folder = f"replica{self._number}"
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
@@ -144,7 +129,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         """Keep a policy's state, as saved by :func:`asyncdist.save_population`, for the start of the next training."""
         self._training.load_state_dict(state_dict)
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = refuse_copy
+    __copy__ = __deepcopy__ = __reduce_ex__ = joining.refuse_copy
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Set the folder to which this rank writes."""
@@ -168,32 +153,34 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             )
         args.asyncdist_rank = owner  # type: ignore[attr-defined]
         output = str(args.output_dir)
-        if self._folder in Path(output).parts:  # an earlier trainer has changed these arguments or their original
+        if (
+            self._replica.folder in Path(output).parts
+        ):  # an earlier trainer has changed these arguments or their original
             return
         if args.hub_model_id is None:
             args.hub_model_id = Path(output).absolute().name  # by default, the repository would be named rank0
         if (logs := getattr(args, "logging_dir", None)) is not None:  # exists up to transformers 4
-            args.logging_dir = _logs_of_rank(logs, output, self._folder)  # type: ignore[attr-defined]
-        args.output_dir = os.path.join(output, self._folder)
+            args.logging_dir = _logs_of_rank(logs, output, self._replica.folder)  # type: ignore[attr-defined]
+        args.output_dir = os.path.join(output, self._replica.folder)
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:
         """Wrap methods of the trainer during a call of its ``train``. If the call raises an error, leave the policy."""
         self._prepare(trainer.args)  # on_init_end was not called if the callback was added later
-        makers: dict[str, Callable[[Any], Any]] = {
-            "training_step": self._seeing_batches,
-            "log": self._adding_count,
-            "save_model": self._settling_before,
-            "_save_optimizer_and_scheduler": self._saving_state,
-            "_load_optimizer_and_scheduler": functools.partial(self._loading_state, trainer),
-            "_load_best_model": self._leaving_before,
+        methods: dict[str, Callable[..., Any]] = {
+            "training_step": self._see_batch,
+            "log": self._log_with_count,
+            "save_model": self._settle_and_save,
+            "_save_optimizer_and_scheduler": self._save_state_too,
+            "_load_optimizer_and_scheduler": functools.partial(self._load_state_too, trainer),
+            "_load_best_model": self._leave_and_load,
         }
         if self._world.size > 1:
             self._use_rank_folder_for_reporters(trainer)
-            makers["_load_rng_state"] = self._with_varied_numbers
+            methods["_load_rng_state"] = self._load_and_vary_numbers
             if getattr(trainer, "hp_search_backend", None) is not None:
-                makers["call_model_init"] = self._seeding_model_init
-        with _replaced(trainer, **makers):
+                methods["call_model_init"] = self._seed_model_init
+        with _replaced(trainer, methods):
             try:
                 yield
             except BaseException as error:
@@ -203,61 +190,45 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     def _may_push(self) -> bool:
         """Return whether this rank may push to the Hugging Face Hub. Rank 0 warns that only it pushes."""
-        if self._world.rank == 0 and self._world.size > self._size:
-            log_once_that_rank_0_pushes()
-        return self._number == 0
+        if self._world.rank == 0 and self._world.size > self._replica.size:
+            joining.log_once_that_rank_0_pushes()
+        return self._replica.number == 0
 
     def _use_rank_folder_for_reporters(self, trainer: Trainer) -> None:
         """Use a separate folder for this rank below TENSORBOARD_LOGGING_DIR."""
         for callback in trainer.callback_handler.callbacks:
             given = getattr(callback, "logging_dir", None)
             if isinstance(given, str):
-                callback.logging_dir = below(given, self._folder)
+                callback.logging_dir = joining.below(given, self._replica.folder)
 
-    def _with_varied_numbers(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        """Wrap ``load`` so that ranks use different random numbers, even after they have loaded the same checkpoint."""
+    def _load_and_vary_numbers(self, load: Callable[[str | None], None], checkpoint: str | None) -> None:
+        """Let ranks use different random numbers, even after they have loaded the same checkpoint."""
+        load(checkpoint)
+        if checkpoint is not None and self._replica.folder not in Path(checkpoint).parts:
+            seed_by_number(self._world.rank)
 
-        def load_for_rank(checkpoint: str | None) -> None:
-            load(checkpoint)
-            if checkpoint is not None and self._folder not in Path(checkpoint).parts:
-                seed_by_number(self._world.rank)
+    def _seed_model_init(self, call_model_init: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Use the same seed in each trial and on all ranks, as transformers 5 does."""
+        assert self._seed is not None, "_prepare has run"
+        transformers.set_seed(self._seed)
+        return call_model_init(*args, **options)
 
-        return load_for_rank
+    def _settle_and_save(self, save_model: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Wait first for rounds of averaging in progress. Their means change the weights."""
+        self._training.settle()
+        save_model(*args, **options)
 
-    def _seeding_model_init(self, call_model_init: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``call_model_init`` to use the same seed in each trial and on all ranks, as transformers 5 does."""
-
-        def call_with_seed(*args: Any, **options: Any) -> Any:
-            assert self._seed is not None, "_prepare has run"
-            transformers.set_seed(self._seed)
-            return call_model_init(*args, **options)
-
-        return call_with_seed
-
-    def _settling_before(self, save_model: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``save_model`` to wait first for rounds of averaging in progress. Their means change the weights."""
-
-        def settle_and_save(*args: Any, **options: Any) -> None:
-            self._training.settle()
-            save_model(*args, **options)
-
-        return settle_and_save
-
-    def _saving_state(self, save: Callable[[str], None]) -> Callable[[str], None]:
-        """Wrap ``save`` to write the policy's state next to the optimizer's state."""
-
-        def save_both(output_dir: str) -> None:
-            save(output_dir)
-            if state := self._training.state_dict():
-                os.makedirs(output_dir, exist_ok=True)  # The replica's first rank may not have created the folder yet.
-                torch.save(state, os.path.join(output_dir, self._state_file))
-
-        return save_both
+    def _save_state_too(self, save: Callable[[str], None], output_dir: str) -> None:
+        """Write the policy's state next to the optimizer's state."""
+        save(output_dir)
+        if state := self._training.state_dict():
+            os.makedirs(output_dir, exist_ok=True)  # The replica's first rank may not have created the folder yet.
+            torch.save(state, os.path.join(output_dir, self._state_file))
 
     @property
     def _state_file(self) -> str:
         """Name of this rank's file with policy state in a checkpoint. The ranks of a replica share the folder."""
-        return "_".join((_STATE_FILE, self._key, *([str(self._place)] if self._place else []))) + ".pt"
+        return "_".join((_STATE_FILE, self._key, *([str(self._replica.place)] if self._replica.place else []))) + ".pt"
 
     @property
     def _key(self) -> str:
@@ -265,19 +236,15 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         name = self._training.name
         return self._training.kind.__name__ + (f"_{quote(name, safe='')}" if name else "")
 
-    def _loading_state(self, trainer: Trainer, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        """Wrap ``load`` to start the policy from its state in the checkpoint, if the checkpoint has one."""
-
-        def load_both(checkpoint: str | None) -> None:
-            load(checkpoint)
-            if checkpoint is not None:
-                self._load_state(trainer, Path(checkpoint))
-
-        return load_both
+    def _load_state_too(self, trainer: Trainer, load: Callable[[str | None], None], checkpoint: str | None) -> None:
+        """Start the policy from its state in the checkpoint, if the checkpoint has one."""
+        load(checkpoint)
+        if checkpoint is not None:
+            self._load_state(trainer, Path(checkpoint))
 
     def _load_state(self, trainer: Trainer, checkpoint: Path) -> None:
         """Load the policy's state, if necessary from the single file that earlier versions wrote for all policies."""
-        old = checkpoint / (f"{_STATE_FILE}_{self._place}.pt" if self._place else f"{_STATE_FILE}.pt")
+        old = checkpoint / (f"{_STATE_FILE}_{self._replica.place}.pt" if self._replica.place else f"{_STATE_FILE}.pt")
         if (own := checkpoint / self._state_file).exists():
             self._training.load_state_dict(torch_files.load(own))
         elif old.exists():
@@ -286,25 +253,24 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             if len(kinds) == 1 or (state.get("policy") == kind.__name__ and kinds.count(kind) == 1):
                 self._training.load_state_dict(state)
 
-    def _leaving_before(self, load_best_model: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``load_best_model`` to leave the policy first. Leaving it may change the weights."""
+    def _leave_and_load(self, load_best_model: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Leave the policy first. Leaving it may change the weights."""
+        self._training.end()
+        load_best_model(*args, **options)
 
-        def leave_and_load(*args: Any, **options: Any) -> None:
-            self._training.end()
-            load_best_model(*args, **options)
+    def _see_batch(self, training_step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Count the batch's tokens, and add its loss."""
+        if self._counts_tokens:
+            self._count(inputs, args[0] if args else options.get("num_items_in_batch"))
+        loss = training_step(model, inputs, *args, **options)
+        if self._training.is_judged:
+            self._see(loss)
+        return loss
 
-        return leave_and_load
-
-    def _seeing_batches(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        def step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-            if self._counts_tokens:
-                self._count(inputs, args[0] if args else options.get("num_items_in_batch"))
-            loss = training_step(model, inputs, *args, **options)
-            if self._training.is_judged:
-                self._see(loss)
-            return loss
-
-        return step
+    def _see(self, loss: Any) -> None:
+        """Add a batch's loss, which the trainer has divided by the number of batches per optimizer step."""
+        self._has_losses = True
+        self._loss.add(loss, count=0)
 
     def _count(self, inputs: Any, item_count: Any) -> None:
         """Add a batch's examples to this step's weight, or take ``item_count`` as the weight of the whole step."""
@@ -313,24 +279,15 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         else:
             self._token_count += find_batch_size(inputs) or 1
 
-    def _see(self, loss: Any) -> None:
-        """Add a batch's loss, which the trainer has divided by the number of batches per optimizer step."""
-        self._has_losses = True
-        self._loss.add(loss, count=0)
-
-    def _adding_count(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``log`` to add the number of adopted averages to each log entry before reporters receive it."""
-
-        def log_with_count(logs: dict[str, float], *args: Any, **options: Any) -> None:
-            if not self._training.replacement_count:
-                log(logs, *args, **options)
-                return
-            logged = {**logs, self._count_name: self._training.replacement_count}
-            log(logged, *args, **options)
-            logs.clear()  # Hyperparameter search adds up the metrics in logs, so the count is removed.
-            logs.update((name, value) for name, value in logged.items() if name != self._count_name)
-
-        return log_with_count
+    def _log_with_count(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Add the number of adopted averages to each log entry before reporters receive it."""
+        if not self._training.replacement_count:
+            log(logs, *args, **options)
+            return
+        logged = {**logs, self._count_name: self._training.replacement_count}
+        log(logged, *args, **options)
+        logs.clear()  # Hyperparameter search adds up the metrics in logs, so the count is removed.
+        logs.update((name, value) for name, value in logged.items() if name != self._count_name)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Start the policy, together with all ranks."""
@@ -342,16 +299,19 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self.monitor is not None and args.eval_strategy == "no":
             self._warn("eval_strategy is 'no', so only the program's own evaluations report %r", self.monitor)
         if args.disable_tqdm:
-            warn_of_unlabelled_lines(self._world, "with disable_tqdm=False only rank 0 prints")
+            joining.warn_of_unlabelled_lines(self._world, "with disable_tqdm=False only rank 0 prints")
         self._training.begin(model, unwrapped(optimizer))
         if self.monitor is None:
             self._training.judge_by_training_loss()
         if self._world.size > 1:
             seed = args.seed if args.data_seed is None else args.data_seed
             shuffle_by_number(
-                of["train_dataloader"], self._number, size=self._size, seed=seed if self._size > 1 else None
+                of["train_dataloader"],
+                self._replica.number,
+                size=self._replica.size,
+                seed=seed if self._replica.size > 1 else None,
             )
-            warn_of_common_rows(of["train_dataloader"], self._world)
+            joining.warn_of_common_rows(of["train_dataloader"], self._world)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Do a policy step after an optimizer step."""
@@ -430,7 +390,9 @@ class SelectiveAveraging(Averaging[Selective]):
             ``TrainingArguments`` were made before this object with ``replica_size`` > 1.
     """
 
-    @validation.names_options(refused=REFUSED_OPTIONS)
+    _count_name = "replacements"
+
+    @validation.names_options(refused=joining.REFUSED_OPTIONS)
     def __init__(
         self,
         average_every: int,
@@ -441,7 +403,7 @@ class SelectiveAveraging(Averaging[Selective]):
         swap_every: int | None = None,
         **options: Unpack[SelectiveOptions],
     ) -> None:
-        training = selective_averaging(
+        training = joining.selective_averaging(
             average_every,
             mode,
             options,
@@ -450,9 +412,7 @@ class SelectiveAveraging(Averaging[Selective]):
             monitor=monitor,
             is_of_trainer=True,
         )
-        self._set_up(training, monitor, replica_size)
-        self._count_name = "replacements"
-        self._counts_tokens = False
+        self._set_up(training, monitor)
 
 
 def _show_replica_once(world: World, size: int) -> Replica:
@@ -480,15 +440,15 @@ def _logs_of_rank(logs: str, output: str, folder: str) -> str:
 
 
 @contextlib.contextmanager
-def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None]:
-    """Wrap methods of one trainer during a ``with`` block. Each maker takes a method and returns its wrapper."""
-    before = {name: vars(trainer)[name] for name in makers if name in vars(trainer)}
-    for name, make in makers.items():
-        setattr(trainer, name, make(getattr(trainer, name)))
+def _replaced(trainer: Trainer, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace methods of one trainer during a ``with`` block. The new methods get the originals first."""
+    before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
+    for name, method in methods.items():
+        setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
     try:
         yield
     finally:
-        for name in makers:
+        for name in methods:
             delattr(trainer, name)
         vars(trainer).update(before)
 
@@ -497,58 +457,37 @@ def _averagings_of(trainer: Trainer) -> list[Averaging[Any]]:
     return [each for each in trainer.callback_handler.callbacks if isinstance(each, Averaging)]
 
 
-def _attach_to_trainers() -> None:
-    """Patch ``Trainer.train`` to pass the trainer to its :class:`Averaging` callbacks.
-
-    They cannot find it themselves.
-    """
-    train: Callable[..., Any] = Trainer.train
-
-    @functools.wraps(train)
-    def train_with_averages(self: Trainer, *args: Any, **options: Any) -> Any:
-        with contextlib.ExitStack() as attached:
-            for averaging in _averagings_of(self):
-                attached.enter_context(averaging._attached(self))
-            return train(self, *args, **options)
-
-    Trainer.train = train_with_averages  # type: ignore[method-assign]
+@replaces(Trainer, "train")
+def _train_with_averages(train: Any, trainer: Trainer, *args: Any, **options: Any) -> Any:
+    """Pass the trainer to its :class:`Averaging` callbacks. They cannot find it themselves."""
+    with contextlib.ExitStack() as attached:
+        for averaging in _averagings_of(trainer):
+            attached.enter_context(averaging._attached(trainer))
+        return train(trainer, *args, **options)
 
 
-def _show_progress_only_on_rank_0() -> None:
-    """Patch ``Trainer.add_callback``, which the constructor calls, to add no progress bar on ranks other than 0.
+@replaces(Trainer, "add_callback")
+def _show_progress_only_on_rank_0(add: Any, trainer: Trainer, callback: Any) -> None:
+    """Add no progress bar on ranks other than 0. The constructor calls this method.
 
     The rank is determined for each trainer, because ranks may share a process, and the process may later run another
     job.
     """
-    add: Callable[..., None] = Trainer.add_callback
-
-    @functools.wraps(add)
-    def add_if_shown(self: Trainer, callback: Any) -> None:
-        caller = find_caller()
-        is_other_rank = caller is not None and caller.world.rank > 0
-        if not (is_other_rank and callback is transformers.trainer.DEFAULT_PROGRESS_CALLBACK):
-            add(self, callback)
-
-    Trainer.add_callback = add_if_shown  # type: ignore[method-assign]
+    caller = find_caller()
+    is_other_rank = caller is not None and caller.world.rank > 0
+    if not (is_other_rank and callback is transformers.trainer.DEFAULT_PROGRESS_CALLBACK):
+        add(trainer, callback)
 
 
-def _push_only_from_rank_0(name: str) -> None:
-    """Patch a ``Trainer`` method that uses the hub, so that it does nothing on ranks that may not push.
+def _push_if_allowed(push: Any, trainer: Trainer, *args: Any, **options: Any) -> Any:
+    """Do nothing on ranks that may not push to the hub.
 
     The class is patched, because the trainer's constructor creates the repository before it calls any callback.
     """
-    push: Callable[..., Any] = getattr(Trainer, name)
-
-    @functools.wraps(push)
-    def push_if_allowed(self: Trainer, *args: Any, **options: Any) -> Any:
-        may_push = all(averaging._may_push() for averaging in _averagings_of(self))
-        return push(self, *args, **options) if may_push else None
-
-    setattr(Trainer, name, push_if_allowed)
+    may_push = all(averaging._may_push() for averaging in _averagings_of(trainer))
+    return push(trainer, *args, **options) if may_push else None
 
 
-hide_ranks_from(PartialState)
-_attach_to_trainers()
-_show_progress_only_on_rank_0()
+joining.hide_ranks_from(PartialState)
 for _name in ("init_hf_repo", "_push_from_checkpoint", "push_to_hub"):
-    _push_only_from_rank_0(_name)
+    replaces(Trainer, _name)(_push_if_allowed)

@@ -1,9 +1,16 @@
 """Implements an evolution strategy: all ranks train one model without gradients, and send each other only losses.
 
 In each step, each rank evaluates the common weights with a few random perturbations and their mirror images. The scores
-are sent in the reports of an exchange, whose data are only the model's buffers. Each rank then estimates the gradient
-(:mod:`protocols.evolution.perturbations`), and makes one step of the optimizer. All ranks add in the same order, so
-their weights stay equal. If a rank is lost, its pairs of the round do not count.
+are sent in the reports of an exchange, whose data are only the model's buffers. Each rank then estimates the gradient,
+and makes one step of the optimizer. All ranks add in the same order, so their weights stay equal. If a rank is lost,
+its pairs of the round do not count.
+
+Perturbations are never sent. Each rank draws all ranks' perturbations from the seed, the round and the ranks' numbers.
+With n mirrored pairs eps, the estimated gradient of the score F at the weights theta is
+
+    g = 1 / (2 n sigma) * sum over all pairs of (F(theta + sigma eps) - F(theta - sigma eps)) eps
+
+(Salimans et al., 1703.03864, with mirrored sampling and, as an option, their fitness shaping by ranks.)
 
 After the scores, a report contains a checksum of the optimizer's settings, such as the learning rate. A rank whose
 settings differ from the first donor's logs a warning, because its weights will differ.
@@ -14,31 +21,30 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, Final, Unpack
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal, TypeAlias, Unpack
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.declared import among, function, integer, like, number, one_of, option, with_options
 from asyncdist.protocols.diloco.anchored import restored
-from asyncdist.protocols.evolution.options import (
-    FOREIGN_OPTIONS,
-    EvolutionStrategyOptionNames,
-    EvolutionStrategyOptions,
-)
-from asyncdist.protocols.evolution.perturbations import coefficients, estimated_gradient, perturbation
 from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.policy import ExchangePolicy
 from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.exchange.schedule import Schedule
-from asyncdist.protocols.metrics import MetricSource, due_metric
+from asyncdist.protocols.metrics import Metric, MetricSource, due_metric
 from asyncdist.protocols.misuse import check_evaluates, line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
+from asyncdist.protocols.ranking import JudgingRules, MetricMode
+from asyncdist.protocols.simple.rule import drawn
 from asyncdist.protocols.starting.differences import FIRST_WEIGHTS
-from asyncdist.protocols.step_info import StepInfo
+from asyncdist.protocols.step_info import PolicyEvent, StepInfo
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.codecs import find_codec
 from asyncdist.tensors.optimizers.weights import kept_mode
@@ -49,6 +55,74 @@ logger = logging.getLogger("protocols.evolution")
 #: Entries of parameter groups that do not change what a step computes.
 _NO_SETTINGS: Final = frozenset(("params", "initial_lr", "foreach", "fused", "capturable", "differentiable"))
 _NUMBERS: Final = (float, tuple, list)
+#: Largest factor of a perturbation with which float32 sums of scaled perturbations are finite.
+_LARGEST: Final = torch.finfo(torch.float32).max / 16
+
+#: Whether perturbations are weighted by their scores, or by the ranks of their scores.
+Fitness: TypeAlias = Literal["score", "rank"]
+
+_FOREIGN_OPTIONS: Final = {
+    **dict.fromkeys(
+        ("popsize", "population_size", "pop_size"),
+        "here pairs is the number of mirrored pairs of each rank; a step evaluates 2 * pairs * ranks weights",
+    ),
+    **dict.fromkeys(("stdev", "noise_stdev", "noise_std", "std", "std_init"), "here sigma is the standard deviation"),
+    **dict.fromkeys(("lr", "learning_rate", "center_learning_rate"), "here the optimizer has the learning rate"),
+    **dict.fromkeys(("ranking_method", "fitness_shaping"), "here fitness='rank' uses ranks instead of scores"),
+    "average_every": "here each step is a round",
+    "optimizer_state": "here the optimizer makes each step, so that its state is never cleared",
+}
+
+
+class EvolutionStrategyOptionNames(MemberOptions, total=False):
+    """The options of :class:`protocols.EvolutionStrategyPolicy`."""
+
+    sigma: float
+    pairs: int
+    fitness: Fitness
+    seed: int
+    metric: Callable[[], Metric] | None
+    metric_mode: MetricMode
+    on_event: Callable[[PolicyEvent], None] | None
+    drain_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvolutionStrategyOptions(ExchangeOptions):
+    """Options of an evolution strategy."""
+
+    sigma: float = option(
+        "Standard deviation of the perturbations of each parameter's values, above 0.",
+        number("a number above 0", validation.SMALLEST),
+        default=0.02,
+        is_agreed=True,
+    )
+    pairs: int = option(
+        "Number of mirrored pairs of perturbations that each rank evaluates in a step, from 1.",
+        integer(1),
+        default=4,
+        is_agreed=True,
+    )
+    fitness: Fitness = option(
+        'Values that weight the perturbations. `"score"`: the scores themselves. `"rank"`: the ranks of all scores of '
+        "the step, from -0.5 to 0.5, so that outliers and the scale of the scores do not matter.",
+        one_of(Fitness),
+        default="score",
+        is_agreed=True,
+    )
+    seed: int = option(
+        "Seed for drawing the perturbations, an integer >= 0; must be equal on all members.",
+        integer(0),
+        default=0,
+        is_agreed=True,
+    )
+    metric: Callable[[], Metric] | None = option(
+        "Callable without arguments that evaluates the model's current weights; for calls of `step` without `loss` or "
+        "`score`.",
+        function("a callable without arguments that evaluates the model, or None"),
+        default=None,
+    )
+    metric_mode: MetricMode = like(JudgingRules, "metric_mode")
 
 
 @with_options(EvolutionStrategyOptionNames, CommonOptions, EvolutionStrategyOptions)
@@ -85,7 +159,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
     takes_metric: ClassVar[bool] = True
     calls_metric: ClassVar[bool] = True
 
-    @validation.names_options(refused=FOREIGN_OPTIONS)
+    @validation.names_options(refused=_FOREIGN_OPTIONS)
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[EvolutionStrategyOptionNames]
     ) -> None:
@@ -200,8 +274,14 @@ class EvolutionStrategyPolicy(ExchangePolicy):
                 self.iteration,
             )
             return
-        with _gradients(trained, gradients):
+        before = [each.grad for each in trained]
+        try:
+            for each, gradient in zip(trained, gradients, strict=True):
+                each.grad = gradient
             self.optimizer.step()
+        finally:
+            for each, own_gradient in zip(trained, before, strict=True):
+                each.grad = own_gradient
 
     def _compare_settings(self, donor: int, settings: int) -> None:
         """If the optimizer's settings differ from those of a donor, log a warning. Log it only once."""
@@ -252,13 +332,74 @@ def _move(trained: Sequence[Tensor], centre: Sequence[Tensor], direction: Sequen
         tensor.copy_(moved)
 
 
-@contextmanager
-def _gradients(trained: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[None]:
-    before = [each.grad for each in trained]
-    try:
-        for each, gradient in zip(trained, gradients, strict=True):
-            each.grad = gradient
-        yield
-    finally:
-        for each, own in zip(trained, before, strict=True):
-            each.grad = own
+@torch.no_grad()
+def perturbation(
+    tensors: Sequence[Tensor], options: EvolutionStrategyOptions, round: int, rank: int, pair: int
+) -> list[Tensor]:
+    """Return standard normal values with each tensor's shape, on the CPU, in float32 or wider.
+
+    For a complex tensor, the real and the imaginary parts are standard normal.
+    """
+    number = rank * options.pairs + pair
+    generator = torch.Generator().manual_seed(int(drawn(options.seed, round, 1, first=number)))
+    found = []
+    for each in tensors:
+        shape = (*each.shape, 2) if each.is_complex() else each.shape
+        values = torch.randn(shape, generator=generator, dtype=_wide(each).to_real(), device="cpu")
+        found.append(torch.view_as_complex(values) if each.is_complex() else values)
+    return found
+
+
+def coefficients(scores: Mapping[int, Sequence[float]], options: EvolutionStrategyOptions) -> dict[int, list[float]]:
+    """Return the factor of each perturbation in the estimated gradient, by rank and pair.
+
+    If a score of a pair is not finite, or its factor is too large for float32, the factor is 0 and the pair is not
+    counted.
+
+    Args:
+        scores: Scores by rank; larger is better. Each pair has two: with the perturbation added to the weights, then
+            subtracted.
+    """
+    if not scores:
+        return {}
+    table = np.array([scores[rank] for rank in sorted(scores)], dtype=np.float64).reshape(len(scores), -1, 2)
+    counts = np.isfinite(table).all(axis=2)
+    if options.fitness == "rank":
+        table[counts] = _centred_ranks(table[counts])
+    with np.errstate(over="ignore", invalid="ignore"):
+        differences = table[:, :, 0] - table[:, :, 1]
+        counts &= np.abs(differences / (2 * options.sigma)) <= _LARGEST
+    factors = np.zeros(table.shape[:2])
+    factors[counts] = differences[counts] / (2 * max(1, np.count_nonzero(counts)) * options.sigma)
+    return {rank: row.tolist() for rank, row in zip(sorted(scores), factors, strict=True)}
+
+
+def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the rank of each value in sorted order, scaled to -0.5 to 0.5. Equal values have equal ranks."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    positions = np.cumsum(counts) - (counts + 1) / 2  # counted from 0; equal values share their mean position
+    ranks: NDArray[np.float64] = positions[places].reshape(values.shape) / max(1, values.size - 1) - 0.5
+    return ranks
+
+
+@torch.no_grad()
+def estimated_gradient(
+    tensors: Sequence[Tensor], factors: Mapping[int, Sequence[float]], round: int, options: EvolutionStrategyOptions
+) -> list[Tensor]:
+    """Return the estimated gradient of the score for each tensor, on the CPU, in float32 or wider.
+
+    Terms are added in the order of ``factors``, so that all ranks get the same bits.
+    """
+    found = [torch.zeros(each.shape, dtype=_wide(each), device="cpu") for each in tensors]
+    for rank, row in factors.items():
+        for pair, factor in enumerate(row):
+            if factor:
+                for total, values in zip(found, perturbation(tensors, options, round, rank, pair), strict=True):
+                    total.add_(values, alpha=factor)
+    return found
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    if tensor.is_complex():
+        return torch.promote_types(tensor.dtype, torch.complex64)
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

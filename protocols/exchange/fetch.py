@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
-from asyncdist.protocols.parameter_stream.neighbours import PartReading
+from asyncdist.protocols.parameter_stream.neighbours import Reading
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
@@ -50,7 +50,7 @@ class Fetch:
         self._into = into
         self._label = label
         self._chunk_count = chunk_count
-        self._stream: InboundStream | PartReading | None = None
+        self._stream: InboundStream | Reading | None = None
         self.is_whole = False
 
     def ask(self) -> None:
@@ -100,9 +100,9 @@ class Fetch:
         if self._stream is None:
             assert self.is_whole, "the bytes were not requested"
             return self._into
-        if in_place and isinstance(self._stream, PartReading):
+        if in_place and isinstance(self._stream, Reading):
             await self._stream.located()
-            found = self._stream.view(0, self._into.nbytes)
+            found = self._stream.view(0, 0, self._into.nbytes)
             if found is not None:
                 return found
         await self._stream.whole()
@@ -111,7 +111,7 @@ class Fetch:
 
     async def ready(self) -> None:
         """Wait until :meth:`piece` can return any range of the bytes. Raises the errors of :meth:`whole`."""
-        if isinstance(self._stream, PartReading):
+        if isinstance(self._stream, Reading):
             await self._stream.located()
         elif not self.is_whole:
             await self.whole()
@@ -121,12 +121,12 @@ class Fetch:
 
         The bytes may be used only if :meth:`check` succeeds afterwards.
         """
-        if not isinstance(self._stream, PartReading):
+        if not isinstance(self._stream, Reading):
             return self._into[first:end]
-        found = self._stream.view(first, end)
+        found = self._stream.view(0, first, end - first)
         if found is None:
             found = scratch[: end - first]
-            self._stream.read(first, found)
+            self._stream.read(0, first, found)
         return found
 
     def check(self) -> None:
@@ -135,13 +135,13 @@ class Fetch:
         Raises:
             StreamAborted: The source has withdrawn the bytes.
         """
-        if isinstance(self._stream, PartReading):
+        if isinstance(self._stream, Reading):
             self._stream.check()
 
     def complete(self) -> None:
         """Record that all bytes have been received or read."""
         if self._stream is not None:
-            if isinstance(self._stream, PartReading):
+            if isinstance(self._stream, Reading):
                 self._stream.complete()
             self.is_whole = True
             self.close()

@@ -326,16 +326,9 @@ class RoundTransfers:
 
     def _offer(self, own: MemberRound, part: Tensor, label: Part) -> None:
         buffers = as_buffers(part)
-        offer = self._server.offer(
-            own.number,
-            buffers,
-            lambda _: None,
-            mean_of=label,
-            ends_earlier=False,
-            chunk_count=self._chunk_count,
-            memory=self._shared.get(_address(part)),
-        )
-        own.offers.append(offer)
+        memory = self._shared.get(_address(part))
+        offer = Offer(own.number, buffers, lambda _: None, mean_of=label, chunk_count=self._chunk_count, memory=memory)
+        own.offers.append(self._server.offer(offer, ends_earlier=False))
 
     async def _take(self, own: MemberRound, verdict: Verdict) -> None:
         try:

@@ -31,12 +31,11 @@ from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
 from asyncdist.protocols.metrics import MetricSource
-from asyncdist.protocols.one_sided.following import WindowFollower
 from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
 from asyncdist.protocols.one_sided.selection import Choice
 from asyncdist.protocols.one_sided.statistics import Durations
 from asyncdist.protocols.options import AveragingOptions, MeasuredOptions
-from asyncdist.protocols.own_state import NewWeights, OwnState
+from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.step_info import NOTHING, SnapshotTaken, StepInfo
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers
@@ -124,9 +123,8 @@ class OneSidedPolicy(JoinablePolicy):
             UnreadableError: The attempt has failed, but another attempt may succeed.
         """
 
-    def _momentum(self, replacement: Replacement) -> float | None:
+    def _momentum(self) -> float | None:
         """Return the fraction of this rank's weights that a replacement keeps, or None for the ``momentum`` option."""
-        del replacement
         return None
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -182,20 +180,14 @@ class OneSidedPolicy(JoinablePolicy):
         if membership.is_joining:
             self._seed_random(scopes.policy)
         self._membership = membership
-        membership.open(WindowFollower(membership, window))
+        membership.open(_WindowFollower(membership, window))
         self._admission = self._new_admission(membership, scopes)
 
     def _open_window(self, window: VersionedWindow) -> None:
-        world = self._world
         self._exposure = window
+        others = [member for member in self._group.ranks if member != self._world.rank]
         self._reader = DonorReader(
-            world.rank,
-            self._group,
-            self._exposure,
-            self._packing,
-            self._flat,
-            self._counts,
-            chunk_nbytes=self._chunk_nbytes,
+            others, window, self._packing, self._flat, self._counts, chunk_nbytes=self._chunk_nbytes
         )
         self._services.leftover_probes.append(self._leftovers)
 
@@ -220,10 +212,7 @@ class OneSidedPolicy(JoinablePolicy):
         replacement = self._replacement
         if replacement is not None:
             if replacement.complete:
-                logger.info(
-                    "replacement %d: the policy ended before a step applied the average",
-                    replacement.number,
-                )
+                logger.info("replacement %d: the policy ended before a step applied the average", replacement.round)
             if self._task is not None:
                 self._task.cancel()
             self._abandon(replacement, "the policy ended")
@@ -340,31 +329,20 @@ class OneSidedPolicy(JoinablePolicy):
 
     async def _begin_replacement(self, number: int) -> None:
         """Start a background task that chooses and reads donors. Return when the task first waits."""
-        replacement = self._replacement = Replacement(number, self._world.time())
+        replacement = self._replacement = Replacement(round=number, began_at=self._world.time())
         self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {number}")
         await self._services.engine.let_begin()
 
     def _apply(self, replacement: Replacement) -> StepInfo:
         began_at = self._world.time()
-        new = NewWeights(
-            round=replacement.number,
-            donors=tuple(replacement.donors),
-            weights=tuple(replacement.weights),
-            iterations=tuple(replacement.iterations),
-            best=replacement.best,
-            versions=tuple(replacement.versions),
-            average=replacement.average,
-            began_at=replacement.judged_at,
-            nbytes=replacement.nbytes,
-        )
-        info = self._own.apply(new, self.iteration, self._services, momentum=self._momentum(replacement))
+        info = self._own.apply(replacement, self.iteration, self._services, momentum=self._momentum())
         self._reader.release(replacement)
         self._note_time("apply", began_at)
         self._replacement = None
         self._note_applied()
         self._counts["replacements"] += 1
-        self._counts["donors"] += len(new.donors)
-        self._own.announce(new, self.iteration, info)
+        self._counts["donors"] += len(replacement.donors)
+        self._own.announce(replacement, self.iteration, info)
         return info
 
     def _note_applied(self) -> None:
@@ -392,11 +370,11 @@ class OneSidedPolicy(JoinablePolicy):
             if reason or self._replacement is not replacement:
                 self._reader.release(replacement)
         if reason:
-            logger.info("replacement %d: abandoned: %s", replacement.number, reason)
+            logger.info("replacement %d: abandoned: %s", replacement.round, reason)
             self._abandon(replacement, reason)
         elif self._replacement is replacement:
             replacement.complete = self._needs_step = True
-            self._note_time("read", replacement.judged_at)
+            self._note_time("read", replacement.began_at)
 
     async def _read(self, replacement: Replacement, choice: Choice, deadline: float) -> str:
         """Average the chosen donors' snapshots. Return the reason why the average cannot be used, or ""."""
@@ -416,10 +394,53 @@ class OneSidedPolicy(JoinablePolicy):
             self._reader.release(replacement)
         kind = reason.partition(":")[0]
         self._abandoned[kind] += 1
-        self._abandoned_info = StepInfo(round=replacement.number, abandoned=reason, nbytes=replacement.nbytes)
+        self._abandoned_info = StepInfo(round=replacement.round, abandoned=reason, nbytes=replacement.nbytes)
         self._needs_step = True
+
+    def _common_statistics(self) -> dict[str, Any]:
+        """Return the fields that the statistics of all one-sided policies have."""
+        return {
+            "unpublished": dict(self._unpublished),
+            "torn_read_count": self._counts["torn"],
+            "lost_read_count": self._counts["lost"],
+            "abandoned": dict(self._abandoned),
+            "received_nbytes": self._counts["received"],
+            "timing": dict(self._durations),
+            "title": self._journal.title(),
+        }
 
     def _note_time(self, name: str, began_at: float) -> None:
         duration_s = self._world.time() - began_at
         self._own.note_time(name, duration_s)
         self._durations[name] = self._durations.get(name, Durations()).plus(duration_s)
+
+
+class _WindowFollower:
+    """Stops reading snapshots of members that leave or are lost, and starts reading those of admitted members."""
+
+    def __init__(self, membership: Membership, window: StreamedWindow) -> None:
+        self._membership = membership
+        self._window = window
+
+    def may_admit(self) -> bool:
+        """Return True, because a restarted rank can continue from the leader's state after each step."""
+        return True
+
+    def on_lost(self, rank: int) -> None:
+        """Stop reading snapshots of a rank that is lost or has left."""
+        self._window.retire(rank)
+
+    def on_new_leader(self) -> None:
+        """Stop reading snapshots of the former leader, and of all other ranks that are not living members."""
+        for rank in self._membership.known - self._membership.living:
+            self._window.retire(rank)
+
+    def on_reachable(self, rank: int) -> None:
+        """Start to read snapshots of a restarted member, and let it read this rank's snapshots."""
+        self._window.admit(rank)
+
+    def on_admitted(self, rank: int) -> None:
+        """Do nothing, because :meth:`on_reachable` has already handled the restarted rank."""
+
+    def on_settling(self) -> None:
+        """Do nothing, because members of a one-sided policy do not wait for each other."""

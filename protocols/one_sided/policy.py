@@ -24,16 +24,10 @@ from asyncdist import validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend, blank_warning, trend_warning
 from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.one_sided import selection
 from asyncdist.protocols.one_sided.base import OneSidedPolicy
 from asyncdist.protocols.one_sided.reader import Replacement, UnreadableError
-from asyncdist.protocols.one_sided.selection import (
-    OneSidedRules,
-    ReadOptions,
-    choose,
-    donor_limit,
-    must_replace,
-    sample_count,
-)
+from asyncdist.protocols.one_sided.selection import OneSidedRules, ReadOptions
 from asyncdist.protocols.one_sided.statistics import OneSidedStatistics
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, MeasuredOptions, OneSidedOptions
 from asyncdist.protocols.ported import PortedOneSided
@@ -108,14 +102,8 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             averaging_ranks=self._counts["donors"],
             age=self._step_count - self._born_at,
             version=self._published_count,
-            unpublished=dict(self._unpublished),
             nonfinite_metric_count=self._counts["nonfinite"],
-            torn_read_count=self._counts["torn"],
-            lost_read_count=self._counts["lost"],
-            abandoned=dict(self._abandoned),
-            received_nbytes=self._counts["received"],
-            timing=dict(self._durations),
-            title=self._journal.title(),
+            **self._common_statistics(),
         )
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -130,7 +118,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
 
     def _takes_means(self) -> bool:
         others = self._group.size - 1
-        return self._averaging.takes_means(min(others, donor_limit(self._group.size, self._rules)))
+        return self._averaging.takes_means(min(others, selection.donor_limit(self._group.size, self._rules)))
 
     async def _start(self) -> None:
         await super()._start()
@@ -197,7 +185,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             return self._step_count >= self._dies_at
         if mode == "threshold":  # "threshold" needs only the rank's own metric
             rank, own = self._world.rank, self._own_metric
-            return is_measured and own is not None and must_replace(rank, {rank: own}, self._rules)
+            return is_measured and own is not None and selection.must_replace(rank, {rank: own}, self._rules)
         return is_measured
 
     def _begin_life(self) -> None:
@@ -209,15 +197,18 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
         self._begin_life()
 
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
-        rank, count_max = self._world.rank, sample_count(self._group.size, self._rules)
+        rank, count_max = self._world.rank, selection.sample_count(self._group.size, self._rules)
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
-        metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)
-        if self._rules.replacement_mode == "worst_ratio" and not must_replace(rank, metrics, self._rules):
+        own_metric = self._own_metric
+        metrics = await self._reader.metrics(count_max, self._random.sample, answered_by)
+        if own_metric is not None:
+            metrics[rank] = own_metric
+        if self._rules.replacement_mode == "worst_ratio" and not selection.must_replace(rank, metrics, self._rules):
             if self._replacement is replacement:
                 self._replacement = None  # this rank is not among the worst, so it keeps its weights
             return ""
-        self._counts["killed"] = replacement.number
-        choice = choose(rank, metrics, self._group.size, self._rules, self._random.sample)
+        self._counts["killed"] = replacement.round
+        choice = selection.choose(rank, metrics, self._group.size, self._rules, self._random.sample)
         if choice is None and self._group.size - 1 > count_max:
             raise UnreadableError(f"none of the {count_max} ranks that were drawn can be a donor")
         if choice is None:

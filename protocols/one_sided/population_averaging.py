@@ -125,13 +125,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             pull_count=self._counts["replacements"],
             donor_count=self._counts["donors"],
             snapshot_count=self._published_count,
-            unpublished=dict(self._unpublished),
-            abandoned=dict(self._abandoned),
-            torn_read_count=self._counts["torn"],
-            lost_read_count=self._counts["lost"],
-            received_nbytes=self._counts["received"],
-            timing=dict(self._durations),
-            title=self._journal.title(),
+            **self._common_statistics(),
         )
 
     def _prepare(self) -> None:
@@ -152,7 +146,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
         limit = DEFAULT_DONOR_COUNT_MAX if self._pull.donor_count is None else self._pull.donor_count
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
-        metrics = await self._reader.metrics(None, max(SAMPLE_COUNT, limit), self._random.sample, answered_by)
+        metrics = await self._reader.metrics(max(SAMPLE_COUNT, limit), self._random.sample, answered_by)
         offered = sorted(rank for rank, metric in metrics.items() if math.isfinite(metric))
         if not offered:
             if self._replacement is replacement:
@@ -162,5 +156,5 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
         donors = sorted(self._random.sample(offered, min(limit, len(offered))))
         return await self._read(replacement, Choice(tuple(donors), donors[0]), deadline)
 
-    def _momentum(self, replacement: Replacement) -> float:
+    def _momentum(self) -> float:
         return 1.0 - self._pull.pull * self._offered_count / (self._offered_count + 1)

@@ -38,15 +38,11 @@ Sample = Callable[[Sequence[int], int], list[int]]
 
 
 def _ages(name: str, value: Any) -> tuple[int, int]:
-    if not _is_pair_of_ages(value):
+    ages = value if isinstance(value, (tuple, list)) else ()
+    are_integers = all(isinstance(age, Integral) and not isinstance(age, bool) for age in ages)
+    if len(ages) != 2 or not are_integers or not 1 <= ages[0] <= ages[1]:
         validation.refuse(name, value, "two integers (shortest, longest) with 1 <= shortest <= longest")
-    return int(value[0]), int(value[1])
-
-
-def _is_pair_of_ages(ages: Any) -> bool:
-    if not isinstance(ages, (tuple, list)) or len(ages) != 2:
-        return False
-    return all(isinstance(age, Integral) and not isinstance(age, bool) for age in ages) and 1 <= ages[0] <= ages[1]
+    return int(ages[0]), int(ages[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -66,9 +66,11 @@ class OneSidedStatistics:
 
     def format_counts(self) -> str:
         """Return a table of the first six counts, and of all further counts that are not 0."""
-        rows: list[tuple[str, object]] = [
-            (name.replace("_", " "), value) for name, value in self._counts() if value or name in _ALWAYS
-        ]
+        rows: list[tuple[str, object]] = []
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and name != "received_nbytes" and (value or name in _ALWAYS):
+                rows.append((name.replace("_count", "s").replace("_", " "), value))
         rows += [(f"abandoned: {reason}", count) for reason, count in sorted(self.abandoned.items())]
         rows += [(f"not published: {reason}", count) for reason, count in sorted(self.unpublished.items())]
         rows += [("received", size_in_words(self.received_nbytes))]
@@ -77,12 +79,6 @@ class OneSidedStatistics:
     def format_times(self) -> str:
         """Return a table of durations, with one row each for publish, read and apply."""
         return format_table("", _durations(self.timing))
-
-    def _counts(self) -> Iterator[tuple[str, int]]:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and name != "received_nbytes":
-                yield name.replace("_count", "s"), value
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -34,6 +34,9 @@ from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.parameter_stream.neighbours")
+
+#: Index of a tensor in the snapshot, index of the first element to read, and the tensor that receives the elements.
+Piece: TypeAlias = tuple[int, int, torch.Tensor]
 
 #: Snapshots with fewer bytes are streamed: requesting an address and reading the memory would not be faster.
 READ_NBYTES_MIN: Final = 1 << 20
@@ -88,7 +91,7 @@ class Neighbours:
             mean_of: Part whose mean is requested, or None for a donor's snapshot.
 
         Returns:
-            Object that reads the memory, which the caller must close. None if the snapshot must be streamed.
+            Object that reads the memory, which the caller must finish. None if the snapshot must be streamed.
 
         Raises:
             RankLostError: The rank is lost.
@@ -165,9 +168,10 @@ class Neighbours:
 
 
 class Reading:
-    """Reads one snapshot from the memory of another process on this host.
+    """Reads a snapshot, a mean, or a part of one, from the memory of another process on this host.
 
     Attributes:
+        pieces: Pieces that :meth:`whole` reads.
         process: Process of the donor. None before the donor has answered, and if its memory cannot be read.
     """
 
@@ -180,6 +184,7 @@ class Reading:
         self._memory: torch.Tensor | None = None  # the donor's shared memory, if it is mapped
         self._start = 0  # address of the shared memory in the donor's process
         self.donor = donor
+        self.pieces: Sequence[Piece] = ()
         self.process: PeerProcess | None = None
         self.received_nbytes = 0
 
@@ -199,7 +204,18 @@ class Reading:
                     self._memory, self._start = self._neighbours.memory_of(self.donor, location.memory), location.start
         self._services.engine.recheck()
 
-    async def located(self, *, deadline: float | None) -> None:
+    async def whole(self, *, deadline: float | None = None) -> None:
+        """Read all pieces, and :meth:`complete` the reading. Other tasks run after each piece.
+
+        Raises the errors of :meth:`located` and :meth:`read`.
+        """
+        await self.located(deadline=deadline)
+        for piece in self.pieces:
+            self.read(*piece)
+            await yield_to_loop()
+        self.complete()
+
+    async def located(self, *, deadline: float | None = None) -> None:
         """Wait until the donor has answered with the snapshot's address.
 
         Raises:
@@ -275,68 +291,10 @@ class Reading:
         """Record that the whole snapshot was read successfully."""
         self._neighbours.note_success(self.donor)
 
-    def close(self) -> None:
-        """Drop the request for the snapshot's address, so that a later answer is ignored."""
+    def finish(self, cancel: object = None) -> None:
+        """Drop the request for the snapshot's address. Unlike a stream, send no cancel message."""
+        del cancel
         self._neighbours.close(self._slot)
 
     def _aborted(self, what: str) -> AsyncdistError:
         return StreamAborted(f"rank {self.donor} {what}", rank=self.donor, received_nbytes=self.received_nbytes)
-
-
-class PartReading:
-    """Reads one part of a snapshot, or of a mean, from another rank's memory. Has the interface of a received stream.
-
-    Args:
-        pieces: Tuples of a tensor's index in the snapshot, the index of the first element to read, and the tensor that
-            receives the elements.
-    """
-
-    def __init__(self, reading: Reading, pieces: Sequence[tuple[int, int, torch.Tensor]]) -> None:
-        self._reading = reading
-        self._pieces = pieces
-
-    @property
-    def received_nbytes(self) -> int:
-        """Number of bytes that were read."""
-        return self._reading.received_nbytes
-
-    async def whole(self, *, deadline: float | None = None) -> None:
-        """Read all pieces. Other tasks run after each piece.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-            RankLostError: The donor is lost.
-            StreamAborted: The donor has no snapshot, has withdrawn it or has ended.
-        """
-        await self.located(deadline=deadline)
-        for piece in self._pieces:
-            self._reading.read(*piece)
-            await yield_to_loop()
-        self.complete()
-
-    async def located(self, *, deadline: float | None = None) -> None:
-        """Wait for the part's address, which :meth:`read` needs. Raises the errors of :meth:`whole`."""
-        await self._reading.located(deadline=deadline)
-
-    def read(self, first: int, into: torch.Tensor) -> None:
-        """Read elements of the part's first tensor, from element ``first``. Raises the errors of :meth:`whole`."""
-        number, start, _ = self._pieces[0]
-        self._reading.read(number, start + first, into)
-
-    def view(self, first: int, end: int) -> torch.Tensor | None:
-        """Return bytes ``first`` to ``end`` of the part's first tensor without a copy; see :meth:`Reading.view`."""
-        number, start, into = self._pieces[0]
-        return self._reading.view(number, start * into.itemsize + first, end - first)
-
-    def check(self) -> None:
-        """Check that the memory returned by :meth:`view` is still valid. Raises the errors of :meth:`whole`."""
-        self._reading.check()
-
-    def complete(self) -> None:
-        """Record that the whole part was read successfully."""
-        self._reading.complete()
-
-    def finish(self, cancel: object = None) -> None:
-        """Drop the request for the part's address. Unlike a stream, send no cancel message."""
-        del cancel
-        self._reading.close()

@@ -54,11 +54,6 @@ class PartPool:
         self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
         self.in_use = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that the pool has allocated."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
     @torch.inference_mode(False)  # the tensors are used after the caller's inference mode has ended
     def acquire(self, part: Part, donor_count: int) -> PartBuffers:
         """Return uninitialised buffers for one part of the weights of ``donor_count`` donors."""

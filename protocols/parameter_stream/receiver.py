@@ -14,15 +14,8 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant, InboundStream
 from asyncdist.protocols.parameter_stream import messages
-from asyncdist.protocols.parameter_stream.messages import (
-    PartGrant,
-    StreamMessage,
-    chunks_of,
-    part_chunk_nbytes,
-    parts_of,
-    stream_nbytes,
-)
-from asyncdist.protocols.parameter_stream.neighbours import Neighbours, PartReading, Reading
+from asyncdist.protocols.parameter_stream.messages import PartGrant, StreamMessage
+from asyncdist.protocols.parameter_stream.neighbours import Neighbours, Piece, Reading
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.receive_layout import ASKED_COUNT_MAX, ChunkRing, ReceivedChunk
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
@@ -45,7 +38,7 @@ def ask_for_part(
     exact: bool = True,
     of_mean: bool = False,
     chunk_count: int | None = None,
-) -> InboundStream | PartReading | None:
+) -> InboundStream | Reading | None:
     """Request a part of a rank's snapshot of its weights, or the mean of that part, and start to receive it.
 
     Args:
@@ -63,14 +56,15 @@ def ask_for_part(
         RankLostError: The rank is lost.
         BusyError: All slots of the rank are taken.
     """
-    channel, nbytes = server.channel, stream_nbytes(into, exact=exact)
+    channel, nbytes = server.channel, messages.stream_nbytes(into, exact=exact)
     if not nbytes:
         return None
     reading = server.neighbours.ask(source, nbytes, round=round, mean_of=part if of_mean else None)
     if reading is not None:
-        return PartReading(reading, _pieces(into, part, sizes, exact=exact, is_alone=of_mean))
-    chunk_nbytes = part_chunk_nbytes(nbytes, chunk_count)
-    stream = InboundStream(services.slots, source, chunks_of(into, exact, chunk_nbytes), WINDOW_COUNT)
+        reading.pieces = _pieces(into, part, sizes, exact=exact, is_alone=of_mean)
+        return reading
+    chunk_nbytes = messages.part_chunk_nbytes(nbytes, chunk_count)
+    stream = InboundStream(services.slots, source, messages.chunks_of(into, exact, chunk_nbytes), WINDOW_COUNT)
     stream.flow()
     grant = PartGrant(stream.slot, nbytes, chunk_nbytes, *part, of_mean)
     try:
@@ -83,10 +77,10 @@ def ask_for_part(
 
 def _pieces(
     into: FlatBuffers, part: Part, sizes: Mapping[torch.dtype, int], *, exact: bool, is_alone: bool
-) -> list[tuple[int, int, torch.Tensor]]:
-    """Return the pieces for :class:`PartReading`. If ``is_alone``, the source stores only the requested part."""
+) -> list[Piece]:
+    """Return the pieces for :meth:`Reading.whole`. If ``is_alone``, the source stores only the requested part."""
     pieces = []
-    for number, (dtype, tensor) in enumerate(parts_of(into, exact)):
+    for number, (dtype, tensor) in enumerate(messages.parts_of(into, exact)):
         first = 0 if is_alone else part.bounds(sizes[dtype])[0]
         count = messages.CHUNK_NBYTES * WINDOW_COUNT // tensor.itemsize
         pieces += [(number, first + place, tensor[place : place + count]) for place in range(0, len(tensor), count)]
@@ -229,7 +223,7 @@ class SnapshotReceiver:
     def close(self) -> None:
         """Ask donors that still send to stop. The accumulator and the ring remain in use until they have answered."""
         while self._readings:
-            self._readings.pop().close()
+            self._readings.pop().finish()
         while self._streams:
             stream = self._streams.pop()
             stream.finish(lambda stream: cancel_stream(self._services, self._channel, stream, self._round))

@@ -18,18 +18,7 @@ from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Cancel, Grant
 from asyncdist.protocols.parameter_stream import messages
-from asyncdist.protocols.parameter_stream.messages import (
-    LocateRequest,
-    Location,
-    PartGrant,
-    Request,
-    StreamMessage,
-    chunks_of,
-    mean_asked,
-    part_chunk_nbytes,
-    parts_of,
-    stream_nbytes,
-)
+from asyncdist.protocols.parameter_stream.messages import LocateRequest, Location, PartGrant, Request, StreamMessage
 from asyncdist.protocols.parameter_stream.neighbours import Neighbours
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.tensors.flat_state import FlatBuffers
@@ -53,10 +42,11 @@ class Offer:
             can reuse a slot before the sender has noticed the end of the slot's first stream.
         mean_of: Part whose mean is offered, or None for a snapshot.
         ready_count: Number of finished chunks of an incomplete mean, or None if all chunks are finished.
+            :meth:`SnapshotServer.mark_ready` adds the others.
         memory: Shared memory that contains all buffers, or None if receivers on this host must copy the buffers.
         token: Token with which receivers check that the memory was valid while they read it. None before the first
             receiver asks for the memory's address.
-        chunk_count: Usual number of chunks of a mean.
+        chunk_count: Usual number of chunks of a mean. Receivers request the same number.
     """
 
     round: int
@@ -74,26 +64,26 @@ class Offer:
     def answers(self, round: int, request: Request) -> bool:
         """Return whether this offer can answer a request. An incomplete mean cannot be read from memory."""
         is_there = self.ready_count is None or not isinstance(request, LocateRequest)
-        return is_there and self.round == round and self.mean_of == mean_asked(request)
+        return is_there and self.round == round and self.mean_of == messages.mean_asked(request)
 
     def location(self, slot: int) -> Location:
         """Return the message with the addresses at which the snapshot can be read until the offer is withdrawn."""
         self.token = token = self.token or AttachToken()
-        tensors = tuple(tensor.data_ptr() for _, tensor in parts_of(self.snapshot, exact=True))
+        tensors = tuple(tensor.data_ptr() for _, tensor in messages.parts_of(self.snapshot, exact=True))
         location = Location(slot, token.pid, token.address, token.token, tensors)
         if self.memory is None:
             return location
         return replace(location, memory=self.memory.address.pack(), start=self.memory.tensor.data_ptr())
 
     def _mean_size(self) -> tuple[int, int]:
-        nbytes = stream_nbytes(self.snapshot, exact=True)
-        return nbytes, part_chunk_nbytes(nbytes, self.chunk_count)
+        nbytes = messages.stream_nbytes(self.snapshot, exact=True)
+        return nbytes, messages.part_chunk_nbytes(nbytes, self.chunk_count)
 
     def mean_chunks(self) -> list[memoryview]:
         """Return all chunks of the mean, including unfinished ones."""
         size = self._mean_size()
         if size not in self.chunks_made:
-            self.chunks_made[size] = chunks_of(self.snapshot, True, size[1])
+            self.chunks_made[size] = messages.chunks_of(self.snapshot, True, size[1])
         return self.chunks_made[size]
 
     def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
@@ -149,41 +139,16 @@ class SnapshotServer:
         for key in [key for key in self._early if key[0] == rank]:
             del self._early[key]
 
-    def offer(
-        self,
-        round: int,
-        snapshot: FlatBuffers,
-        on_free: Callable[[FlatBuffers], None],
-        *,
-        mean_of: Part | None = None,
-        ready_count: int | None = None,
-        ends_earlier: bool = True,
-        chunk_count: int | None = None,
-        memory: SharedMemory | None = None,
-    ) -> Offer:
-        """Send ``snapshot`` to all ranks that request it in ``round``.
+    def offer(self, offer: Offer, *, ends_earlier: bool = True) -> Offer:
+        """Send an offer's snapshot to all ranks that request it in its round, and return the offer.
 
         Args:
-            mean_of: Part whose mean ``snapshot`` is, or None for a donor's snapshot.
-            ready_count: Number of finished chunks of the mean, or None for all. :meth:`mark_ready` adds the others.
             ends_earlier: Whether to abort the requests of earlier rounds.
-            chunk_count: Usual number of chunks of the mean. Receivers request the same number.
-            memory: Shared memory that contains all buffers, if there is one.
         """
-        chunks_made = self._chunks.setdefault(snapshot, {})
-        offer = Offer(
-            round,
-            snapshot,
-            on_free,
-            chunks_made,
-            mean_of=mean_of,
-            ready_count=ready_count,
-            chunk_count=chunk_count,
-            memory=memory,
-        )
+        offer.chunks_made = self._chunks.setdefault(offer.snapshot, {})
         self._offers.append(offer)
         if ends_earlier:
-            self.end_rounds(round - 1)
+            self.end_rounds(offer.round - 1)
         self._serve_early(offer)
         return offer
 
@@ -219,24 +184,25 @@ class SnapshotServer:
         """Abort all requests for rounds up to ``last``, in which this rank offers no further snapshot."""
         self._ended_round = max(self._ended_round, last)
         self._no_means = {each for each in self._no_means if each[0] > last}
-        for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
-            del self._early[key]
-            self._refuse(key)
+        self._refuse_early(lambda number, _: number <= last)
 
     def end_means(self, last: int) -> None:
         """Abort all requests for means of rounds up to ``last``, in which this rank offers no mean."""
         self._ended_mean_round = max(self._ended_mean_round, last)
-        for key in [key for key, (asked, request) in self._early.items() if asked <= last and mean_asked(request)]:
-            del self._early[key]
-            self._refuse(key)
+        self._refuse_early(lambda number, part: part is not None and number <= last)
 
     def end_mean(self, round: int, part: Part) -> None:
         """Abort all requests for the mean of ``part`` in ``round``. This rank no longer offers that mean."""
         self._no_means.add((round, part))
-        for key, (asked, request) in list(self._early.items()):
-            if asked == round and mean_asked(request) == part:
-                del self._early[key]
-                self._refuse(key)
+        self._refuse_early(lambda *asked: asked == (round, part))
+
+    def _refuse_early(self, is_over: Callable[[int, Part | None], bool]) -> None:
+        """Refuse the waiting requests whose round, and part of a mean, will have no offer."""
+        for key in [
+            key for key, (number, request) in self._early.items() if is_over(number, messages.mean_asked(request))
+        ]:
+            del self._early[key]
+            self._refuse(key)
 
     def enter_epoch(self, epoch: int) -> None:
         """Follow the coordinator with number ``epoch``. Abort all waiting requests, because their rounds have ended."""
@@ -288,7 +254,7 @@ class SnapshotServer:
             if offer.answers(round, request) and not offer.withdrawn:
                 self._serve(offer, request, key)
                 return
-        part = mean_asked(request)
+        part = messages.mean_asked(request)
         has_no_mean = part and (round <= self._ended_mean_round or (round, part) in self._no_means)
         is_over = round <= self._ended_round or has_no_mean
         if not is_over and len(self._early) < EARLY_COUNT_MAX * self._services.size:
@@ -345,8 +311,11 @@ class SnapshotServer:
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
     """Return the chunks of a snapshot that ``grant`` requests, or None if its sizes do not match the snapshot."""
-    sizes = {messages.CHUNK_NBYTES, *([part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else [])}
+    sizes = {
+        messages.CHUNK_NBYTES,
+        *([messages.part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else []),
+    }
     for exact in (False, True):
-        if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:
-            return chunks_of(snapshot, exact, grant.chunk_nbytes)
+        if grant.nbytes == messages.stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:
+            return messages.chunks_of(snapshot, exact, grant.chunk_nbytes)
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -158,8 +159,8 @@ class BayesianExplore:
                 values scaled to 0 to 1.
             gains: Gains at ``points``.
         """
-        scaled, targets = _standardised(points, wanted), _standardised_gains(gains)
-        model = self.fitted(scaled[: len(points)], targets)
+        scaled = _standardised(points, wanted)
+        model = self.fitted(scaled[: len(points)], (gains - gains.mean()) / (gains.std() or 1.0))
         mean, deviation = model.predict(scaled[len(points) :], return_std=True)
         factor = math.sqrt(max(0.0, _UCB[0] * math.log(_UCB[1] * len(points))))
         found: NDArray[np.float64] = mean + factor * deviation
@@ -177,14 +178,8 @@ class BayesianExplore:
         forgetting = kernels.Matern([1.0] + [_IGNORED] * (count - 1), [(0.1, 100.0)] + [ignored] * (count - 1), nu=0.5)
         noise = kernels.WhiteKernel(0.1, (1e-4, 1.0))
         kernel = kernels.ConstantKernel(1.0, (0.01, 10.0)) * likeness * forgetting + noise
-        with np.errstate(all="ignore"), _without_warnings():
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
             return self._library.GaussianProcessRegressor(kernel, alpha=1e-8, random_state=0).fit(points, targets)
-
-
-def _without_warnings() -> Any:
-    import warnings
-
-    return warnings.catch_warnings(action="ignore")
 
 
 def _points(rows: Sequence[tuple[int, float, Mapping[str, Any]]], ranges: Mapping[str, Range]) -> NDArray[np.float64]:
@@ -203,9 +198,4 @@ def _standardised(points: NDArray[np.float64], wanted: NDArray[np.float64]) -> N
     first, last = found[:, 0].min(), found[:, 0].max()
     found[:, 0] = (found[:, 0] - first) / max(1.0, last - first)
     found[:, 1] = (found[:, 1] - points[:, 1].mean()) / (points[:, 1].std() or 1.0)
-    return found
-
-
-def _standardised_gains(gains: NDArray[np.float64]) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = (gains - gains.mean()) / (gains.std() or 1.0)
     return found

@@ -1,87 +1,67 @@
-"""Makes a replaced rank's hyperparameters: draws new values, perturbs the donor's, or calls the user's function."""
+"""Makes a replaced rank's hyperparameters, chooses its donor, and keeps the history of its weights.
+
+Equal arguments give equal results.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from asyncdist import validation
 from asyncdist.protocols.population_training.bayesian import BayesianExplore, Observation
-from asyncdist.protocols.population_training.hyperparameters import Choice, Space, Value
-from asyncdist.protocols.population_training.options import ExploreFunction
+from asyncdist.protocols.population_training.hyperparameters import Choice, Value
+from asyncdist.protocols.population_training.options import ExploringOptions
+
+#: Number of entries of a history that are kept in addition to the first, since the history is sent with the weights.
+_COUNT_MAX: Final = 999
 
 
-class Explorer:
-    """Draws a rank's initial hyperparameters, and changes the hyperparameters that it copies from a donor.
+def first_values(options: ExploringOptions, rank: int) -> dict[str, Value]:
+    """Return a rank's initial hyperparameters: the option ``initial``, and random values for the others."""
+    generator = random.Random(f"{options.seed} first {rank}")
+    drawn = {name: space.draw(generator) for name, space in options.spaces.items()}
+    return {**drawn, **options.initial}
 
-    Equal arguments give equal results.
+
+def explored(
+    options: ExploringOptions,
+    inherited: Mapping[str, Value],
+    rank: int,
+    round: int,
+    *,
+    known: Sequence[Observation] = (),
+    iteration: int = 0,
+    metric: float | None = None,
+) -> dict[str, Value]:
+    """Return the new values of a rank that has copied a donor with the values ``inherited``.
 
     Args:
-        spaces: Possible values of each hyperparameter, by name.
-        factors: Factors of perturbations, from which one is drawn.
-        function: User's function that replaces the perturbations, or None.
+        iteration: This rank's iteration. The draws depend on it, because a job that continues from a saved state
+            numbers rounds from 1 again.
+        known, metric: Observations, and the metric of the copied weights (larger is better), for
+            :class:`BayesianExplore`.
     """
-
-    def __init__(
-        self,
-        spaces: Mapping[str, Space],
-        *,
-        factors: Sequence[float],
-        resample_probability: float,
-        function: ExploreFunction | None,
-        seed: int,
-    ) -> None:
-        self._spaces = spaces
-        self._factors = tuple(factors)
-        self._resample_probability = resample_probability
-        self._function = function
-        self._seed = seed
-
-    def first(self, rank: int, given: Mapping[str, Value]) -> dict[str, Value]:
-        """Return a rank's initial hyperparameters: the values in ``given``, and random values for the others."""
-        generator = random.Random(f"{self._seed} first {rank}")
-        drawn = {name: space.draw(generator) for name, space in self._spaces.items()}
-        return {**drawn, **given}
-
-    def explored(
-        self,
-        inherited: Mapping[str, Value],
-        rank: int,
-        round: int,
-        *,
-        known: Sequence[Observation] = (),
-        iteration: int = 0,
-        metric: float | None = None,
-    ) -> dict[str, Value]:
-        """Return the new values of a rank that has copied a donor with the values ``inherited``.
-
-        Args:
-            iteration: This rank's iteration. The draws depend on it, because a job that continues from a saved state
-                numbers rounds from 1 again.
-            known, metric: Observations, and the metric of the copied weights (larger is better), for
-                :class:`BayesianExplore`.
-        """
-        generator = random.Random(f"{self._seed} explore {rank} {round} {iteration}")
-        if self._function is not None and not isinstance(self._function, BayesianExplore):
-            return self._checked(self._function(dict(inherited), generator))
-        changed = {name: self._changed(name, inherited[name], generator) for name in self._spaces}
-        if self._function is None:
-            return changed
-        return {**changed, **self._function.suggest(self._spaces, known, iteration, metric, generator)}
-
-    def _changed(self, name: str, value: Value, generator: random.Random) -> Value:
-        space, chance, factor = self._spaces[name], generator.random(), generator.choice(self._factors)
+    generator = random.Random(f"{options.seed} explore {rank} {round} {iteration}")
+    spaces, explore = options.spaces, options.explore
+    if explore is not None and not isinstance(explore, BayesianExplore):
+        found: Any = explore(dict(inherited), generator)
+        if not isinstance(found, Mapping) or found.keys() != spaces.keys():
+            allowed = f"a dict with the hyperparameters {', '.join(spaces)}"
+            validation.refuse("the result of explore", found, allowed, TypeError)
+        return {name: space.clipped(found[name]) for name, space in spaces.items()}
+    changed: dict[str, Value] = {}
+    for name, space in spaces.items():
+        value, chance, factor = inherited[name], generator.random(), generator.choice(options.perturb)
         is_stuck = factor != 1.0 and value == 0 and not isinstance(space, Choice)  # no factor changes 0
-        if chance < self._resample_probability or is_stuck:
-            return space.draw(generator)
-        return space.perturbed(value, factor)
-
-    def _checked(self, found: Any) -> dict[str, Value]:
-        if not isinstance(found, Mapping) or found.keys() != self._spaces.keys():
-            names = ", ".join(self._spaces)
-            validation.refuse("the result of explore", found, f"a dict with the hyperparameters {names}", TypeError)
-        return {name: space.clipped(found[name]) for name, space in self._spaces.items()}
+        is_drawn = chance < options.resample_probability or is_stuck
+        changed[name] = space.draw(generator) if is_drawn else space.perturbed(value, factor)
+    if explore is None:
+        return changed
+    return {**changed, **explore.suggest(spaces, known, iteration, metric, generator)}
 
 
 def donor_for(donors: Sequence[int], rank: int, round: int, seed: int) -> int:
@@ -90,3 +70,44 @@ def donor_for(donors: Sequence[int], rank: int, round: int, seed: int) -> int:
     The loss of a different donor does not change the choice, so a replacer can request the donor's weights early.
     """
     return max(donors, key=lambda donor: (random.Random(f"{seed} donor {round} {rank} {donor}").random(), donor))
+
+
+# -- the history of a rank's weights ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LineageEntry:
+    """Hyperparameters with which a rank's current weights were trained from some iteration.
+
+    Attributes:
+        iteration: Iteration at which ``rank`` began to train with these hyperparameters.
+        round: Round in which the rank copied the weights of ``donor``; 0 for the first entry.
+        donor: Rank whose weights were copied; -1 for the first entry.
+    """
+
+    iteration: int
+    rank: int
+    round: int
+    donor: int
+    hyperparameters: Mapping[str, Any] = field(hash=False)
+
+
+def extended(lineage: Sequence[LineageEntry], entry: LineageEntry) -> tuple[LineageEntry, ...]:
+    """Return a history, oldest entry first, with one more entry. The first and the newest entries are kept."""
+    entries = (*lineage, entry)
+    return entries if len(entries) <= _COUNT_MAX + 1 else (entries[0], *entries[-_COUNT_MAX:])
+
+
+def pack_lineage(lineage: Sequence[LineageEntry]) -> str:
+    """Return a history as a string that :func:`unpack_lineage` reads."""
+    return json.dumps([[e.iteration, e.rank, e.round, e.donor, dict(e.hyperparameters)] for e in lineage])
+
+
+def unpack_lineage(text: str) -> tuple[LineageEntry, ...]:
+    """Return the history that :func:`pack_lineage` has packed.
+
+    Raises:
+        TypeError, ValueError: The string has another format.
+    """
+    rows = json.loads(text)
+    return tuple(LineageEntry(int(i), int(rank), int(r), int(d), dict(values)) for i, rank, r, d, values in rows)

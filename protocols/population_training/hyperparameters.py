@@ -151,11 +151,6 @@ class Choice:
             validation.refuse(name, value, f"one of {list(self.values)!r:.200}")
         return self.values[place]
 
-    def leaves(self, factor: float) -> bool:
-        """Return False, because a perturbed value is always in the list."""
-        del factor
-        return False
-
     def agreed(self) -> list[Any]:
         """Return the kind and the values of the list, in which all ranks must agree."""
         return ["choice", *self.values]
@@ -194,11 +189,6 @@ class Sampler:
         number = validation.real(name, value, "a finite number", low=-validation.LARGEST)
         return int(number) if isinstance(_plain(value), int) else number
 
-    def leaves(self, factor: float) -> bool:
-        """Return False, because there are no limits."""
-        del factor
-        return False
-
     def agreed(self) -> list[Any]:
         """Return a constant, because functions of different ranks cannot be compared."""
         return ["function"]
@@ -208,11 +198,13 @@ def _plain(value: Any) -> Any:
     """Convert a NumPy scalar or an enumeration member to a plain Python value, which can be sent to other ranks."""
     if isinstance(value, np.generic):
         return value.item()
-    return next((kind(value) for kind in (bool, int, float) if isinstance(value, kind)), _as_string(value))
+    as_string = str.__str__(value) if isinstance(value, str) else value
+    return next((kind(value) for kind in (bool, int, float) if isinstance(value, kind)), as_string)
 
 
-def _as_string(value: Any) -> Any:
-    return str.__str__(value) if isinstance(value, str) else value
+def is_number(value: Any) -> bool:
+    """Return whether a plain value is a number, and not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _integer_times(value: int, factor: float) -> int:
@@ -225,7 +217,7 @@ def _integer_times(value: int, factor: float) -> int:
 
 def _check_not_range(values: Sequence[Value]) -> None:
     """Raise ValueError for two numbers, which may be meant as a range."""
-    if len(values) == 2 and all(isinstance(each, int | float) and not isinstance(each, bool) for each in values):
+    if len(values) == 2 and all(map(is_number, values)):
         low, high = sorted(values)  # type: ignore[type-var]
         raise ValueError(
             f"a list of two numbers may be meant as a range, got {list(values)!r}; write ({low!r}, {high!r}) for the "

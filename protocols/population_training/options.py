@@ -10,7 +10,15 @@ from typing import Any, Final, TypeAlias
 from asyncdist import validation
 from asyncdist.protocols.declared import Options, function, number, option
 from asyncdist.protocols.options import MemberOptions
-from asyncdist.protocols.population_training.hyperparameters import Choice, Given, Range, Space, Value, spaces_of
+from asyncdist.protocols.population_training.hyperparameters import (
+    Choice,
+    Given,
+    Range,
+    Space,
+    Value,
+    is_number,
+    spaces_of,
+)
 from asyncdist.protocols.ranking import MetricMode
 from asyncdist.protocols.step_info import PolicyEvent
 
@@ -75,10 +83,6 @@ class PopulationTrainingOptions(MemberOptions, total=False):
 
 def _spaces(name: str, value: Any) -> Any:
     return spaces_of(name, {} if value is None else value)
-
-
-def _is_number(value: Value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _factors(name: str, value: Any) -> tuple[float, ...]:
@@ -202,7 +206,7 @@ class ExploringOptions(Options):
         initial = {name: spaces[name].check(f"initial[{name!r}]", value) for name, value in self.initial.items()}
         object.__setattr__(self, "initial", initial)
         for name, space in self.hyperparameters.items():
-            wrong = [each for each in space.values if not _is_number(each)] if isinstance(space, Choice) else []
+            wrong = [each for each in space.values if not is_number(each)] if isinstance(space, Choice) else []
             if wrong:
                 raise TypeError(
                     f"the choices of hyperparameter {name!r} must be numbers, which the policy writes into the "
@@ -211,9 +215,10 @@ class ExploringOptions(Options):
 
     def check_factors(self) -> None:
         """Raise ValueError if a factor in ``perturb`` takes every value of a hyperparameter out of its range."""
-        for name, space in self.spaces.items() if self.explore is None else ():
+        ranges = {name: space for name, space in self.spaces.items() if isinstance(space, Range)}
+        for name, space in ranges.items() if self.explore is None else ():
             leaving = [factor for factor in self.perturb if space.leaves(factor)]
-            if leaving and isinstance(space, Range):
+            if leaving:
                 raise ValueError(
                     f"each factor in perturb must keep some value of {name!r} within its range ({space.low!r}, "
                     f"{space.high!r}), got {leaving[0]!r}; use a factor nearer to 1"

@@ -29,10 +29,10 @@ from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, CoordinatorOptions, SelectiveOptions
 from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.population_training import exploring
 from asyncdist.protocols.population_training.bayesian import BayesianExplore, Observations
-from asyncdist.protocols.population_training.exploring import Explorer, donor_for
+from asyncdist.protocols.population_training.exploring import LineageEntry
 from asyncdist.protocols.population_training.hyperparameters import Value
-from asyncdist.protocols.population_training.lineage import Lineage, LineageEntry
 from asyncdist.protocols.population_training.options import FOREIGN_OPTIONS, ExploringOptions, PopulationTrainingOptions
 from asyncdist.protocols.population_training.settings import OptimizerSettings, load_moments, schedules
 from asyncdist.protocols.ranking import replacer_count
@@ -55,7 +55,7 @@ class _Inheritance(NamedTuple):
     moments: Mapping[str, Any]
     inherited: dict[str, Value]
     values: dict[str, Value]
-    lineage: Lineage
+    lineage: tuple[LineageEntry, ...]
     observations: Observations
     metric: float | None
 
@@ -120,15 +120,8 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         self._settings = OptimizerSettings(optimizer, own.hyperparameters, own.lr_scheduler)
         own.check_factors()  # last, so that a wrong name is reported first
         self._spaces = own.spaces
-        self._explorer = Explorer(
-            self._spaces,
-            factors=own.perturb,
-            resample_probability=own.resample_probability,
-            function=own.explore,
-            seed=own.seed,
-        )
         self._values: dict[str, Value] = dict(own.initial)
-        self._lineage = Lineage()
+        self._lineage: tuple[LineageEntry, ...] = ()
         self._window = own.explore.window if isinstance(own.explore, BayesianExplore) else 0
         self._observations = Observations(self._window)
         self._sign = 1.0 if self._metric_mode == "max" else -1.0
@@ -148,7 +141,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
 
         A replaced rank takes over the donor's history. At most 1000 entries are kept: the first and the newest ones.
         """
-        return self._lineage.entries
+        return self._lineage
 
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
@@ -184,8 +177,8 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         super()._prepare()
         self._divide()
         if not self.has_loaded:
-            self._values.update(self._explorer.first(self._world.rank, self._own_options.initial))
-            self._lineage = Lineage().add(LineageEntry(self.iteration, self._world.rank, 0, -1, dict(self._values)))
+            self._values.update(exploring.first_values(self._own_options, self._world.rank))
+            self._lineage = (LineageEntry(self.iteration, self._world.rank, 0, -1, dict(self._values)),)
         self._settings.write(self._values)
 
     def _divide(self) -> None:
@@ -255,12 +248,12 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
     def _own_state(self) -> dict[str, Any]:
         return {
             "hyperparameters": json.dumps(self._values),
-            "lineage": self._lineage.packed(),
+            "lineage": exploring.pack_lineage(self._lineage),
             "observations": self._observations.packed(),
         }
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        values, lineage = self._values_in(state), Lineage.unpacked(state["lineage"])
+        values, lineage = self._values_in(state), exploring.unpack_lineage(state["lineage"])
         self._observations = Observations.unpacked(state["observations"], self._window)
         self._values.clear()
         self._values.update(values)
@@ -307,7 +300,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             return parent
         rank, place = self._world.rank, self._place_of(self._world.rank)
         own = tuple(donor for donor in message.donors if self._place_of(donor) == place)
-        return donor_for(own or message.donors, rank, round, self._own_options.seed)
+        return exploring.donor_for(own or message.donors, rank, round, self._own_options.seed)
 
     def _read_metric(self, given: MetricSource) -> float:
         value = super()._read_metric(given)
@@ -333,7 +326,8 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         metric = None if state["metric"] is None else self._sign * state["metric"]
         own, theirs_at = self._place_of(self._world.rank), self._place_of(donor)
         if own == theirs_at:
-            values = self._explorer.explored(
+            values = exploring.explored(
+                self._own_options,
                 inherited,
                 self._world.rank,
                 round,
@@ -345,7 +339,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
             periods = self._own_options.periods
             values = dict(inherited if periods[theirs_at] > periods[own] else self._values)
         entry = LineageEntry(self.iteration, self._world.rank, round, donor, values)
-        lineage = Lineage.unpacked(state["lineage"]).add(entry)
+        lineage = exploring.extended(exploring.unpack_lineage(state["lineage"]), entry)
         return _Inheritance(moments, inherited, values, lineage, observations, state["metric"])
 
     def adopt(self, prepared: _Inheritance, info: StepInfo) -> StepInfo:

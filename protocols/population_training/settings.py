@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 
+from asyncdist.protocols.population_training.hyperparameters import is_number
 from asyncdist.tensors.optimizers.loading import load_exactly, load_group_state, torch_part, with_groups
 
-_NAME: Final = re.compile(r"(\w+)(?:\[(\d+)\])?\Z")
 #: Settings proportional to the base learning rate, in a scheduler's attributes and in each parameter group.
 _SCHEDULED: Final = ("base_lrs", "max_lrs")
 _SCHEDULED_IN_GROUP: Final = ("initial_lr", "max_lr", "min_lr")
@@ -124,7 +123,7 @@ class OptimizerSettings:
                 _put(group, name, value)
 
     def _groups(self, name: str) -> list[dict[str, Any]]:
-        key = self._key(name).partition("[")[0]
+        key, _ = _split(self._key(name))
         return [group for group in self._optimizer.param_groups if key in group]
 
     def _values(self, name: str) -> list[float]:
@@ -179,29 +178,31 @@ def _numbers_of(optimizer: Any) -> list[str]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number(value)
 
 
 def _number_in(group: Mapping[str, Any], name: str) -> float:
-    match = _NAME.match(name)
-    assert match is not None, name
-    value = group[match[1]]
-    return float(value if match[2] is None else value[int(match[2])])
+    key, place = _split(name)
+    return float(group[key] if place is None else group[key][place])
+
+
+def _split(name: str) -> tuple[str, int | None]:
+    """Return a hyperparameter's key in a parameter group, and its index there, or None if it is not in a tuple."""
+    key, bracket, place = name.partition("[")
+    return key, int(place[:-1]) if bracket else None
 
 
 def _put(group: dict[str, Any], name: str, new: float) -> None:
     """Write a number into a group. A tensor is changed in place, because a CUDA graph may read its memory."""
-    match = _NAME.match(name)
-    assert match is not None, name
-    key, place = match[1], match[2]
-    old = group[key] if place is None else group[key][int(place)]
+    key, place = _split(name)
+    old = group[key] if place is None else group[key][place]
     if isinstance(old, torch.Tensor):
         old.fill_(new)
     elif place is None:
         group[key] = type(old)(new) if isinstance(old, float) else new
     else:
         changed = list(group[key])
-        changed[int(place)] = new
+        changed[place] = new
         group[key] = type(group[key])(changed)
 
 
@@ -222,4 +223,4 @@ def load_moments(optimizer: Any, state: Mapping[str, Any], names: Iterable[str] 
     load_exactly(optimizer, with_groups(state, own))
     for place, group in enumerate(groups):  # keeps the groups' tensors, which a CUDA graph may read
         optimizer.param_groups[place] = group
-    load_group_state(optimizer, torch_part(state)["param_groups"], [name.partition("[")[0] for name in names])
+    load_group_state(optimizer, torch_part(state)["param_groups"], [_split(name)[0] for name in names])

@@ -44,27 +44,14 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.protocols.replay_buffer.endings import abandoned_error, ended_error, late_error
-from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
-from asyncdist.protocols.replay_buffer.messages import (
-    INLINE_NBYTES_MAX,
-    Add,
-    Added,
-    Declare,
-    Draw,
-    Drawn,
-    Ended,
-    Failed,
-    Leaving,
-    Left,
-    Open,
-    Refused,
-    ReplayMessage,
-    Update,
-    Welcome,
-    Withdraw,
+from asyncdist.protocols.replay_buffer import messages
+from asyncdist.protocols.replay_buffer.requests import (
+    PendingCall,
+    RequestLimit,
+    abandoned_error,
+    ended_error,
+    late_error,
 )
-from asyncdist.protocols.replay_buffer.requests import PendingCall, RequestLimit
 from asyncdist.protocols.replay_buffer.store import Batch, RowLayout
 from asyncdist.protocols.replay_buffer.values import Sample, as_ids, as_priorities
 from asyncdist.runtime.failing.process_ends import end_forked_child
@@ -74,6 +61,7 @@ from asyncdist.waits import WaitId, WaitKind
 _REQUEST_COUNT: Final = 1 << 32  # the frame header has 32 bits for the request number
 #: Capacity of the client's channel: no limit, because the server's ``in_flight_max`` limits the requests.
 _CAPACITY: Final = _REQUEST_COUNT
+_NO_PAYLOAD: Final = np.empty(0, np.uint8)
 #: Seconds after which a client repeats its ``Open`` message for the first time. The delay doubles each time.
 _OPEN_PERIOD_S: Final = 0.25
 #: Seconds to wait for the server's end reason, after the server has left or has aborted a stream.
@@ -113,7 +101,7 @@ class ReplayBuffer:
         self._name = name
         self._start_timeout_s = validation.seconds("start_timeout_s", start_timeout_s)
         self._channel: Channel[Any] | None = None
-        self._welcome: Welcome | None = None
+        self._welcome: messages.Welcome | None = None
         self._error: AsyncdistError | None = None
         self._calls: dict[int, PendingCall] = {}
         self._streams: dict[int, OutboundStream] = {}
@@ -130,9 +118,9 @@ class ReplayBuffer:
         services, server = self._services, self._server
         if self._channel is not None:
             raise LocalProtocolError("a ReplayBuffer can be entered only once; create a new ReplayBuffer")
-        to_server, to_clients = scopes(server, self._name)
+        to_server, to_clients = messages.scopes(server, self._name)
         self._channel = services.open_channel(
-            ReplayMessage,
+            messages.ReplayMessage,
             tag=tags.REPLAY,
             scope=to_clients,
             peer_scope=to_server,
@@ -155,7 +143,7 @@ class ReplayBuffer:
         self._draw_limit = RequestLimit(services.engine, self._welcome.in_flight_max)
         return self
 
-    async def _enter(self) -> Welcome:
+    async def _enter(self) -> messages.Welcome:
         engine, what = self._services.engine, self._awaited()
         give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
@@ -168,7 +156,7 @@ class ReplayBuffer:
             if self._services.is_unmet(self._server):  # this restarted rank has not connected to the server yet
                 await engine.until(lambda: not self._services.is_unmet(self._server), what, deadline=give_up_at)
                 continue
-            self._send(Open(self._entry))
+            self._send(messages.Open(self._entry))
             ask_again_at = min(give_up_at, self._services.time() + period_s)
             period_s *= 2
             await engine.until(
@@ -188,7 +176,7 @@ class ReplayBuffer:
             engine = self._services.engine
             if error is None and engine.failure is None:
                 await engine.until(lambda: not self._adding_count, self._awaited(WaitKind.REPLAY_ANSWERS))
-                self._send(Leaving())
+                self._send(messages.Leaving())
                 await engine.until(
                     lambda: not (self._adding_count or self._drawing_count or self._calls),
                     self._awaited(WaitKind.REPLAY_ANSWERS),
@@ -212,7 +200,7 @@ class ReplayBuffer:
             stream.stop()
         if self._server not in self._services.gone:
             with contextlib.suppress(RankLostError):
-                self._channel.send_nowait(Left(), self._server)
+                self._channel.send_nowait(messages.Left(), self._server)
         self._services.off_gone(self._on_gone)
         self._channel.close(afterwards=self._refuse_grant)
 
@@ -244,7 +232,7 @@ class ReplayBuffer:
         if priorities is not None:
             payload = np.concatenate((payload, as_priorities(priorities, count, self._is_prioritized).view(np.uint8)))
         score: float | None = await self._change(
-            lambda request, data: Add(request, count, priorities is not None, len(payload), data), payload
+            lambda request, data: messages.Add(request, count, priorities is not None, len(payload), data), payload
         )
         return score
 
@@ -256,7 +244,7 @@ class ReplayBuffer:
         layout = RowLayout.of(batch)
         if own is not None:
             raise ValueError(f"each batch must have the layout of the first one: {own.difference(layout)}")
-        self._send(declare(layout))
+        self._send(messages.declare(layout))
         self._own_layout = layout
         return layout
 
@@ -282,7 +270,9 @@ class ReplayBuffer:
         try:
             if self._own_layout is None:  # a task that was started with this one may add items first
                 await yield_to_loop()
-            drawn: Drawn = await self._call(lambda request: (Draw(request, count, beta, wait), None), self._draw_limit)
+            drawn: messages.Drawn = await self._call(
+                lambda request, _: messages.Draw(request, count, beta, wait), self._draw_limit
+            )
             return await self._unpack(drawn, count)
         finally:
             self._drawing_count -= 1
@@ -303,7 +293,7 @@ class ReplayBuffer:
         which = as_ids(ids)
         values = as_priorities(priorities, len(which), self._is_prioritized)
         payload = np.concatenate((which.view(np.uint8), values.view(np.uint8)))
-        await self._change(lambda request, data: Update(request, len(which), len(payload), data), payload)
+        await self._change(lambda request, data: messages.Update(request, len(which), len(payload), data), payload)
 
     @property
     def capacity(self) -> int:
@@ -314,14 +304,14 @@ class ReplayBuffer:
     def _is_prioritized(self) -> bool:
         return self._welcomed().prioritized
 
-    def _welcomed(self) -> Welcome:
+    def _welcomed(self) -> messages.Welcome:
         if self._welcome is None:
             raise LocalProtocolError(
                 "a ReplayBuffer must be used inside its async with block: async with ReplayBuffer(server) as buffer"
             )
         return self._welcome
 
-    async def _change(self, make: Callable[[int, bytes], Add | Update], payload: npt.NDArray[np.uint8]) -> Any:
+    async def _change(self, make: Callable[[int, bytes], messages.Change], payload: npt.NDArray[np.uint8]) -> Any:
         """Send a payload for the server to store, and return the server's answer.
 
         Args:
@@ -329,15 +319,9 @@ class ReplayBuffer:
                 message.
             payload: Bytes of the items or priorities.
         """
-
-        def with_payload(request: int) -> tuple[Add | Update, npt.NDArray[np.uint8] | None]:
-            if len(payload) <= INLINE_NBYTES_MAX:
-                return make(request, payload.tobytes()), None
-            return make(request, b""), np.array(payload)  # copied: the stream continues if the caller is cancelled
-
         self._adding_count += 1
         try:
-            return await self._call(with_payload, self._add_limit)
+            return await self._call(make, self._add_limit, payload)
         finally:
             self._adding_count -= 1
             if not self._adding_count:
@@ -345,50 +329,52 @@ class ReplayBuffer:
 
     async def _call(
         self,
-        make: Callable[[int], tuple[Add | Update | Draw, npt.NDArray[np.uint8] | None]],
+        make: Callable[[int, bytes], messages.Change | messages.Draw],
         limit: RequestLimit,
+        payload: npt.NDArray[np.uint8] = _NO_PAYLOAD,
     ) -> Any:
         """Send a request when the limit of unanswered requests allows, and return the server's answer.
 
         If the caller is cancelled, the request still counts as unanswered until its answer arrives.
 
         Args:
-            make: Function that returns the request and the payload to stream (or None), given the request's number.
+            make: See :meth:`_change`.
             limit: Limit of unanswered requests of this kind.
         """
         self._welcomed()
         await limit.acquire(self._awaited(WaitKind.REPLAY_ROOM))
-        if self._error is not None:
-            limit.release()
-            raise self._error
-        request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
         try:
-            message, payload = make(request)
-        except BaseException:  # usually MemoryError
+            if self._error is not None:
+                raise self._error
+            request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
+            is_inline = len(payload) <= messages.INLINE_NBYTES_MAX
+            message = make(request, payload.tobytes() if is_inline else b"")
+            streamed = None if is_inline else np.array(payload)  # the stream continues if the caller is cancelled
+        except BaseException:  # the buffer has ended, or memory has run out
             limit.release()
             raise
-        call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), payload, limit)
+        call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), streamed, limit)
         what = self._awaited()
         try:
             self._send(message)
             await self._services.engine.park(call.waiter, what)
         except asyncio.CancelledError:
-            if isinstance(message, Draw):
-                self._send(Withdraw(request))
+            if isinstance(message, messages.Draw):
+                self._send(messages.Withdraw(request))
             raise
         except AsyncdistError:  # the request was not sent, or the job has failed: no answer will arrive
             self._complete(request, None, None)
             raise
         if call.error is not None:
             raise call.error
-        if isinstance(message, Draw) != isinstance(call.answer, Drawn):
+        if isinstance(message, messages.Draw) != isinstance(call.answer, messages.Drawn):
             raise RemoteProtocolError(
                 f"rank {self._server} answered the request {message!r:.80} with the wrong type of message, "
                 f"{call.answer!r:.80}"
             )
         return call.answer
 
-    async def _unpack(self, drawn: Drawn, asked_count: int) -> Sample:
+    async def _unpack(self, drawn: messages.Drawn, asked_count: int) -> Sample:
         nbytes = -1 if self._layout is None else drawn.count * (self._layout.nbytes + 16)
         is_whole = drawn.nbytes == nbytes and len(drawn.data) in (0, nbytes)
         if self._layout is None or not is_whole or not 0 <= drawn.count <= asked_count:
@@ -407,7 +393,7 @@ class ReplayBuffer:
             torch.from_numpy(weights.copy().view(np.float64)),
         )
 
-    async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
+    async def _receive(self, drawn: messages.Drawn) -> npt.NDArray[np.uint8]:
         if self._error is not None:  # the server has ended and would not answer the grant
             raise self._error
         services = self._services
@@ -416,7 +402,7 @@ class ReplayBuffer:
             targets = split(buffer.data, CHUNK_NBYTES)
             inbound = services.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot)))
         except BaseException:  # usually MemoryError or BusyError: the server must not wait for the grant
-            self._send(Withdraw(drawn.request))
+            self._send(messages.Withdraw(drawn.request))
             raise
         with inbound as stream:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
@@ -443,49 +429,50 @@ class ReplayBuffer:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def _on_message(self, envelope: Envelope[ReplayMessage]) -> None:
-        if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
+    def _on_message(self, envelope: Envelope[messages.ReplayMessage]) -> None:
+        is_entered = self._welcome or isinstance(envelope.message, messages.Welcome | messages.Refused)
+        if envelope.source != self._server or not is_entered:
             self._refuse_grant(envelope)
             return  # the message is from a different rank, or for an earlier client on this rank
         match envelope.message:
-            case Welcome() as welcome if welcome.entry == self._entry:
+            case messages.Welcome() as welcome if welcome.entry == self._entry:
                 self._welcome = welcome
-            case Refused(entry, reason) if entry == self._entry:
+            case messages.Refused(entry, reason) if entry == self._entry:
                 self._fail(DisagreementError(f"the replay buffer on rank {self._server} refused this rank: {reason}"))
-            case Declare() as message:
+            case messages.Declare() as message:
                 self._on_declare(message)
-            case Added(requests, scores):
+            case messages.Added(requests, scores):
                 for request, score in zip(requests, scores, strict=False):
                     self._complete(request, score, None)
-            case Drawn() as drawn:
+            case messages.Drawn() as drawn:
                 self._on_drawn(drawn)
-            case Failed(request, later, reason):
+            case messages.Failed(request, later, reason):
                 self._complete(request, None, BusyError(reason) if later else LocalProtocolError(reason))
             case Grant() as grant:
                 self._on_grant(grant, envelope.round)
             case Cancel(slot):
                 if slot in self._streams:
                     self._streams[slot].stop()
-            case Ended(kind, text):
+            case messages.Ended(kind, text):
                 self._fail(ended_error(self._server, self._name, kind, text))
         self._services.engine.recheck()
 
-    def _refuse_grant(self, envelope: Envelope[ReplayMessage]) -> None:
+    def _refuse_grant(self, envelope: Envelope[messages.ReplayMessage]) -> None:
         if envelope.source == self._server:
-            refuse_grant(self._services, envelope)
+            messages.refuse_grant(self._services, envelope)
 
-    def _on_declare(self, message: Declare) -> None:
+    def _on_declare(self, message: messages.Declare) -> None:
         try:
-            self._layout = declared(message)
+            self._layout = messages.declared(message)
         except ValueError as error:
             self._fail(
                 RemoteProtocolError(f"rank {self._server} declared an invalid layout: {error}", rank=self._server)
             )
 
-    def _on_drawn(self, drawn: Drawn) -> None:
+    def _on_drawn(self, drawn: messages.Drawn) -> None:
         call = self._calls.get(drawn.request)
         if drawn.nbytes and not drawn.data and (call is None or call.waiter.done()):
-            self._send(Withdraw(drawn.request))  # the caller was cancelled: no grant will be sent
+            self._send(messages.Withdraw(drawn.request))  # the caller was cancelled: no grant will be sent
         self._complete(drawn.request, drawn, None)
 
     def _complete(self, request: int, answer: Any, error: AsyncdistError | None) -> None:

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from asyncdist import Envelope
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.replay_buffer.layouts import refuse_grant
-from asyncdist.protocols.replay_buffer.messages import Add, Draw, Left, Open, ReplayMessage, Update
+from asyncdist.protocols.replay_buffer.messages import Add, Draw, Left, Open, ReplayMessage, Update, refuse_grant
 
 #: Maximum number of clients that a warning lists.
 _NAMED_COUNT_MAX: Final = 8

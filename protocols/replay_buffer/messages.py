@@ -1,17 +1,27 @@
-"""Defines the messages between a replay buffer's server and its clients.
+"""Defines the messages between a replay buffer's server and its clients, and their scopes.
 
 Items are sent as bytes: small batches inside the message (``data``), larger ones as a stream of ``nbytes`` bytes after
 the receiver has sent a :class:`asyncdist.messaging.streams.Grant`. A client numbers its requests. The server answers
 each request once, with ``Added``, ``Drawn`` or ``Failed``.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
+from asyncdist import Envelope
+from asyncdist.messaging import wire
+from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Cancel, Grant
+from asyncdist.protocols.replay_buffer.store import FORMS, Field, RowLayout, dtype_of
 
 #: Maximum size in bytes of a payload inside a message. Larger payloads are streamed. A frame has at most 64 KiB, and a
 #: long frame delays the short frames behind it.
-INLINE_NBYTES_MAX = 32 << 10
+INLINE_NBYTES_MAX: Final = 32 << 10
+#: Maximum size in bytes of an item's field, so that the computed size of a batch does not overflow.
+_ITEM_NBYTES_MAX: Final = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +158,7 @@ class Failed:
     reason: str
 
 
+Change = Add | Update  #: Requests whose payload the server stores.
 ReplayMessage = (
     Open
     | Welcome
@@ -166,3 +177,39 @@ ReplayMessage = (
     | Grant
     | Cancel
 )
+
+
+def scopes(server: int, name: str) -> tuple[int, int]:
+    """Return the scope of messages to the buffer's server, and the scope of messages to its clients."""
+    return wire.scope_of((server,), f"replay {name}", 0), wire.scope_of((server,), f"clients of replay {name}", 0)
+
+
+def declare(layout: RowLayout) -> Declare:
+    """Return the message that declares the layout of batches, sent by a client or by the server."""
+    fields = layout.fields
+    return Declare(
+        layout.form, tuple(f.name for f in fields), tuple(f.dtype for f in fields), tuple(f.shape for f in fields)
+    )
+
+
+def declared(message: Declare) -> RowLayout:
+    """Return the batch layout that a message declares. Raise ValueError if the layout is invalid."""
+    form = FORMS.get(message.form)
+    if form is None or not message.names:
+        raise ValueError(f"invalid form {message.form!r} of a batch with {len(message.names)} fields")
+    fields = []
+    for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
+        dtype_of(dtype)  # refuses an invalid name
+        fields.append(Field(name, dtype, shape))
+        spanned = tuple(max(1, size) for size in shape)  # torch computes all strides even if a size is 0
+        if min(shape, default=0) < 0 or Field(name, dtype, spanned).nbytes > _ITEM_NBYTES_MAX:
+            raise ValueError(f"invalid shape {shape} of a field")
+    return RowLayout(form, tuple(fields))
+
+
+def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:
+    """Abort the stream that a late grant requests, since the grant's sender waits for it. Ignore other messages."""
+    message = envelope.message
+    if isinstance(message, Grant):
+        stream = OutboundStream(services.slots, [], envelope.source, message.slot)
+        services.spawn_service(stream.abort(), name=f"abort to rank {envelope.source}")

@@ -1,32 +1,30 @@
-"""Tracks the unanswered requests of a replay buffer's client, and limits their number."""
+"""Tracks and limits the unanswered requests of a replay buffer's client, and creates the errors of its server's end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncdist import AsyncdistError
+from asyncdist import AsyncdistError, ClosedError, LateError, RankLostError, RemoteError
 from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId
 
 
+@dataclass(slots=True, eq=False)
 class PendingCall:
     """A request that the server has not answered. It remains pending if its caller is cancelled."""
 
-    __slots__ = ("answer", "error", "limit", "payload", "waiter")
-
-    def __init__(
-        self, waiter: asyncio.Future[None], payload: npt.NDArray[np.uint8] | None, limit: RequestLimit
-    ) -> None:
-        self.waiter = waiter
-        self.payload = payload
-        self.limit = limit
-        self.answer: Any = None
-        self.error: AsyncdistError | None = None
+    waiter: asyncio.Future[None]
+    payload: npt.NDArray[np.uint8] | None
+    limit: RequestLimit
+    answer: Any = None
+    error: AsyncdistError | None = None
 
 
 class RequestLimit:
@@ -61,3 +59,25 @@ class RequestLimit:
                 waiter.set_result(None)
                 return
         self._count += 1
+
+
+def ended_error(server: int, name: str, kind: str, text: str) -> RemoteError | ClosedError:
+    """Return the error for a server that has reported why it ended."""
+    what = f"the replay buffer {name!r} on rank {server} ended before its clients"
+    if kind:
+        return RemoteError(f"{what}: {kind}: {text}", rank=server, kind=kind, text=text)
+    return ClosedError(f"{what}: {text}", rank=server)
+
+
+def abandoned_error(services: Services, server: int, name: str) -> RankLostError | ClosedError:
+    """Return the error for a server that is lost, or has left without a reason."""
+    text = f"rank {server} no longer serves the replay buffer {name!r}: it "
+    if server in services.lost_ranks():
+        return RankLostError(f"{text}is lost", rank=server)
+    return ClosedError(f"{text}has left", rank=server)
+
+
+def late_error(server: int, name: str) -> LateError:
+    """Return the error of a restarted client whose server has ended, or does not serve in time."""
+    text = f"this rank comes too late: rank {server} no longer serves the replay buffer {name!r}"
+    return LateError(text, rank=server)

@@ -29,31 +29,13 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
+from asyncdist.protocols.replay_buffer import messages
 from asyncdist.protocols.replay_buffer.clients import (
     Client,
     EarlyClients,
     all_wait_to_draw,
     describe_draws,
     may_add_more,
-)
-from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
-from asyncdist.protocols.replay_buffer.messages import (
-    INLINE_NBYTES_MAX,
-    Add,
-    Added,
-    Declare,
-    Draw,
-    Drawn,
-    Ended,
-    Failed,
-    Leaving,
-    Left,
-    Open,
-    Refused,
-    ReplayMessage,
-    Update,
-    Welcome,
-    Withdraw,
 )
 from asyncdist.protocols.replay_buffer.store import Batch, ReplayStore, RowLayout
 from asyncdist.protocols.replay_buffer.values import ReplayStatistics, check_clients, check_options
@@ -146,12 +128,12 @@ class _Server:
         self._drawn: Counter[int] = Counter()
         self._stale_update_count = 0
         self._clients = {rank: Client(rank, is_done=rank in services.gone) for rank in clients}
-        to_server, to_clients = scopes(services.rank, name)
+        to_server, to_clients = messages.scopes(services.rank, name)
         # Capacity for all requests, and for each client's ``Open``, ``Declare``, grants, cancels, withdrawals and
         # ``Left``.
         capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
         self._channel: Channel[Any] = services.open_channel(
-            ReplayMessage,
+            messages.ReplayMessage,
             tag=tags.REPLAY,
             scope=to_server,
             peer_scope=to_clients,
@@ -177,9 +159,9 @@ class _Server:
                 if not self._is_finished():
                     await self._wait_for_clients()
         except BaseException as error:
-            ended = Ended(*name_and_message(error)) if isinstance(error, Exception) else Ended("", type(error).__name__)
+            reason = name_and_message(error) if isinstance(error, Exception) else ("", type(error).__name__)
             for client in self._clients.values():
-                self._send_if_open(client, ended)
+                self._send_if_open(client, messages.Ended(*reason))
             raise
         finally:
             self._has_ended = True
@@ -246,22 +228,21 @@ class _Server:
 
     # -- messages of clients ----------------------------------------------------------------------------------------
 
-    def _handle(self, envelope: Envelope[ReplayMessage]) -> None:
+    def _handle(self, envelope: Envelope[messages.ReplayMessage]) -> None:
         client = self._clients.get(envelope.source)
-        if client is not None:
-            client.last_message_at = self._services.time()
         if client is None:
-            if isinstance(envelope.message, Open):
-                own, assigned = self._services.rank, sorted(self._clients)
+            if isinstance(envelope.message, messages.Open):
                 reason = (
-                    f"rank {envelope.source} is not a client of the replay buffer {self._name!r} on rank {own}; the "
-                    f"clients are {assigned}"
+                    f"rank {envelope.source} is not a client of the replay buffer {self._name!r} on rank "
+                    f"{self._services.rank}; the clients are {sorted(self._clients)}"
                 )
-                self._send_nowait(envelope.source, Refused(envelope.message.entry, reason))
-            refuse_grant(self._services, envelope)
-        elif isinstance(envelope.message, Open):
+                self._send_nowait(envelope.source, messages.Refused(envelope.message.entry, reason))
+            messages.refuse_grant(self._services, envelope)
+            return
+        client.last_message_at = self._services.time()
+        if isinstance(envelope.message, messages.Open):
             self._admit(client, envelope.message.entry)
-        elif client.is_refused and isinstance(envelope.message, Left):
+        elif client.is_refused and isinstance(envelope.message, messages.Left):
             client.is_done = True
         elif client.is_open or isinstance(envelope.message, Grant):  # each grant is answered, if only by an abort
             try:
@@ -271,49 +252,45 @@ class _Server:
         # Ignore other messages. They are for an earlier buffer, or were sent before the client knew of its refusal.
 
     def _admit(self, client: Client, entry: int) -> None:
-        if (
-            client.rank in self._services.gone or entry == client.entry
-        ):  # the client repeated its ``Open`` before the answer arrived
+        if client.rank in self._services.gone or entry == client.entry:  # a repeated ``Open``, which was answered
             return
         self._finish(client)
         self._clients[client.rank] = Client(client.rank, entry, is_open=True, last_message_at=client.last_message_at)
         prioritized = self._store.alpha is not None
-        welcome = Welcome(entry, self._store.capacity, self._in_flight_max, prioritized)
+        welcome = messages.Welcome(entry, self._store.capacity, self._in_flight_max, prioritized)
         self._send_if_open(self._clients[client.rank], welcome)
 
     def _reject(self, client: Client, reason: str) -> None:
-        self._send_if_open(client, Refused(client.entry, reason))
+        self._send_if_open(client, messages.Refused(client.entry, reason))
         was_done = client.is_done
         self._finish(client)
         client.is_refused, client.is_done = True, was_done
 
-    def _handle_request(self, client: Client, envelope: Envelope[ReplayMessage]) -> None:
+    def _handle_request(self, client: Client, envelope: Envelope[messages.ReplayMessage]) -> None:
         match envelope.message:
-            case Declare() as message:
+            case messages.Declare() as message:
                 self._on_declare(client, message)
-            case Add() | Update() as message:
+            case messages.Add() | messages.Update() as message:
                 self._on_payload(client, message)
-            case Draw() as message:
+            case messages.Draw() as message:
                 self._on_draw(client, message)
-            case Withdraw(request):
+            case messages.Withdraw(request):
                 self._on_withdraw(client, request)
             case Grant() as grant:
                 self._on_grant(client, grant, envelope.round)
             case Cancel(slot):
                 if slot in client.streams:
                     client.streams[slot].stop()
-            case Leaving():
+            case messages.Leaving():
                 client.is_leaving = True
-            case Left():
+            case messages.Left():
                 self._finish(client)
 
-    def _on_declare(self, client: Client, message: Declare) -> None:
+    def _on_declare(self, client: Client, message: messages.Declare) -> None:
         try:
-            layout = declared(message)
+            layout = messages.declared(message)
         except ValueError as error:
-            raise RemoteProtocolError(
-                f"rank {client.rank} declared an invalid layout: {error}", rank=client.rank
-            ) from error
+            raise _violation(client, f"declared an invalid layout: {error}") from error
         if self._layout is None:
             self._layout, self._row_nbytes = layout, layout.nbytes
         difference = self._layout.difference(layout)
@@ -321,26 +298,19 @@ class _Server:
             self._reject(client, f"its items differ from those in {self._name!r}: {difference}")
         client.has_declared = True
 
-    def _on_payload(self, client: Client, message: Add | Update) -> None:
+    def _on_payload(self, client: Client, message: messages.Change) -> None:
         """Store a payload that the message contains, or queue the request until its payload can be streamed."""
-        if isinstance(message, Add) and not client.has_declared:
-            raise RemoteProtocolError(
-                f"rank {client.rank} added items before it declared their layout", rank=client.rank
-            )
+        if isinstance(message, messages.Add) and not client.has_declared:
+            raise _violation(client, "added items before it declared their layout")
         _, expected = self._sizes(message)
         if message.count < 0 or message.nbytes != expected or len(message.data) not in (0, expected):
             what = f"{message.nbytes} bytes, {len(message.data)} of them inside the message, for {message.count} items"
-            raise RemoteProtocolError(
-                f"rank {client.rank} sent {what}, whose size must be {expected} bytes", rank=client.rank
-            )
+            raise _violation(client, f"sent {what}, whose size must be {expected} bytes")
         is_small = message.count <= _COUNT_MAX and message.nbytes <= _PAYLOAD_NBYTES_MAX
         if not is_small or not 0 <= message.request <= wire.ROUND_MAX:
+            limits = f"{_PAYLOAD_NBYTES_MAX} bytes and request {wire.ROUND_MAX}"
             what = f"{message.nbytes} bytes in request {message.request}"
-            raise RemoteProtocolError(
-                f"rank {client.rank} sent {what}, which exceeds the limits of {_PAYLOAD_NBYTES_MAX} bytes and request "
-                f"{wire.ROUND_MAX}",
-                rank=client.rank,
-            )
+            raise _violation(client, f"sent {what}, which exceeds the limits of {limits}")
         if len(message.data) == expected:
             self._store_payload(client, message, np.frombuffer(message.data, np.uint8))
             return
@@ -351,22 +321,22 @@ class _Server:
         client.large.append(message)
         self._receive_next(client)
 
-    def _sizes(self, message: Add | Update) -> tuple[int, int]:
+    def _sizes(self, message: messages.Change) -> tuple[int, int]:
         """Return the size in bytes of a payload's items or ids, and of the whole payload including priorities."""
-        if isinstance(message, Update):
+        if isinstance(message, messages.Update):
             return 8 * message.count, 16 * message.count
         end = message.count * self._row_nbytes
         return end, end + 8 * message.count * message.has_priorities
 
-    def _store_payload(self, client: Client, message: Add | Update, payload: npt.NDArray[np.uint8]) -> None:
+    def _store_payload(self, client: Client, message: messages.Change, payload: npt.NDArray[np.uint8]) -> None:
         end, nbytes = self._sizes(message)
-        priorities = payload[end:].view(np.float64) if nbytes > end or isinstance(message, Update) else None
+        priorities = payload[end:].view(np.float64) if nbytes > end or isinstance(message, messages.Update) else None
         if priorities is not None and not (np.isfinite(priorities) & (priorities >= 0)).all():
             self._fail(client, message.request, "a priority is not finite or below zero")
             return
         rows = payload[:end].reshape(message.count, end // max(1, message.count))
         try:
-            if isinstance(message, Update):
+            if isinstance(message, messages.Update):
                 assert priorities is not None
                 self._stale_update_count += self._store.update(payload[:end].view(np.int64), priorities)
             else:
@@ -375,7 +345,7 @@ class _Server:
         except ValueError as error:  # a priority is too large
             self._fail(client, message.request, str(error))
             return
-        client.answers.append((message.request, self._score_of(rows) if isinstance(message, Add) else None))
+        client.answers.append((message.request, self._score_of(rows) if isinstance(message, messages.Add) else None))
 
     def _score_of(self, rows: npt.NDArray[np.uint8]) -> float | None:
         assert self._layout is not None, "items without a layout"
@@ -393,7 +363,7 @@ class _Server:
                 self._receive(client, client.large.popleft()), name=f"replay items of rank {client.rank}"
             )
 
-    async def _receive(self, client: Client, message: Add | Update) -> None:
+    async def _receive(self, client: Client, message: messages.Change) -> None:
         try:
             if client.is_open:  # if the client has left, the next one may reuse the number
                 self._store_received(client, message, await self._receive_payload(client, message))
@@ -411,7 +381,7 @@ class _Server:
         self._receive_next(client)
         self._answer_all()  # draws of other clients may wait for these items
 
-    async def _receive_payload(self, client: Client, message: Add | Update) -> npt.NDArray[np.uint8]:
+    async def _receive_payload(self, client: Client, message: messages.Change) -> npt.NDArray[np.uint8]:
         buffer = np.empty(message.nbytes, np.uint8)
         targets = split(buffer.data, CHUNK_NBYTES)
         rank, slots = client.rank, self._services.slots
@@ -421,7 +391,7 @@ class _Server:
             await stream.whole()
         return buffer
 
-    def _store_received(self, client: Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
+    def _store_received(self, client: Client, message: messages.Change, buffer: npt.NDArray[np.uint8]) -> None:
         """Store a streamed payload. If ``score`` raises an exception, end the server with it."""
         try:
             self._store_payload(client, message, buffer)
@@ -433,7 +403,7 @@ class _Server:
 
     # -- drawing ----------------------------------------------------------------------------------------------------
 
-    def _on_draw(self, client: Client, message: Draw) -> None:
+    def _on_draw(self, client: Client, message: messages.Draw) -> None:
         if message.waits and message.count > self._store.capacity:
             reason = (
                 f"n must be <= {self._store.capacity}, the capacity of the replay buffer {self._name!r}, got "
@@ -463,7 +433,7 @@ class _Server:
             if client.answers:
                 requests, scores = zip(*client.answers, strict=True)
                 client.answers.clear()
-                self._send_if_open(client, Added(requests, scores))
+                self._send_if_open(client, messages.Added(requests, scores))
         may_grow = may_add_more(self._clients.values())
         for client in self._clients.values():
             if client.draws:
@@ -472,7 +442,7 @@ class _Server:
     def _answer_draws(self, client: Client, may_grow: bool) -> None:
         """Answer this client's draws if there are enough items. Stream one large draw at a time to save memory."""
         size = self._store.size
-        waiting: deque[Draw] = deque()
+        waiting: deque[messages.Draw] = deque()
         for draw in tuple(client.draws):  # a send may notice that the client is lost, and clear them
             if not client.is_open:
                 return
@@ -495,7 +465,7 @@ class _Server:
         if client.is_open:
             client.draws = waiting
 
-    def _send_items(self, client: Client, draw: Draw) -> None:
+    def _send_items(self, client: Client, draw: messages.Draw) -> None:
         assert self._layout is not None, "items without a layout"
         count = min(draw.count, self._store.size)
         try:
@@ -505,18 +475,20 @@ class _Server:
             return
         if not client.layout_sent:
             client.layout_sent = True
-            self._send_if_open(client, declare(self._layout))
+            self._send_if_open(client, messages.declare(self._layout))
         self._drawn[client.rank] += count
         parts = (drawn.rows.reshape(-1), drawn.ids.view(np.uint8), drawn.weights.view(np.uint8))
         payload = np.concatenate(parts)
-        inline = len(payload) <= INLINE_NBYTES_MAX
+        inline = len(payload) <= messages.INLINE_NBYTES_MAX
         if not inline:
             client.outgoing[draw.request] = payload
-        self._send_if_open(client, Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b""))
+        self._send_if_open(
+            client, messages.Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b"")
+        )
 
     def _on_grant(self, client: Client, grant: Grant, request: int) -> None:
         if grant.slot in client.streams:
-            raise RemoteProtocolError(f"rank {client.rank} granted slot {grant.slot} twice", rank=client.rank)
+            raise _violation(client, f"granted slot {grant.slot} twice")
         payload = client.outgoing.pop(request, None)
         chunks = []
         if payload is not None and grant.nbytes == len(payload):
@@ -538,7 +510,7 @@ class _Server:
     # -- answering --------------------------------------------------------------------------------------------------
 
     def _fail(self, client: Client, request: int, reason: str, *, later: bool = False) -> None:
-        self._send_if_open(client, Failed(request, later, reason))
+        self._send_if_open(client, messages.Failed(request, later, reason))
 
     def _send_if_open(self, client: Client, message: Any) -> None:
         if client.is_open:  # otherwise the next client on that rank could receive this message
@@ -551,3 +523,7 @@ class _Server:
             logger.info("replay buffer %r: %s", self._name, error)
             if rank in self._clients:
                 self._finish(self._clients[rank])
+
+
+def _violation(client: Client, what: str) -> RemoteProtocolError:
+    return RemoteProtocolError(f"rank {client.rank} {what}", rank=client.rank)

@@ -40,7 +40,7 @@ class Field:
     @property
     def nbytes(self) -> int:
         """Size of the tensor in bytes."""
-        return _dtype(self.dtype).itemsize * math.prod(self.shape)
+        return dtype_of(self.dtype).itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.name or 'the tensor'}: {self.dtype} {self.shape}"
@@ -104,7 +104,7 @@ class RowLayout:
             tensor = parts.get(field.name)
             if not (
                 isinstance(tensor, torch.Tensor)
-                and tensor.dtype is _dtype(field.dtype)
+                and tensor.dtype is dtype_of(field.dtype)
                 and tensor.layout == torch.strided
                 and not tensor.is_nested
                 and tensor.is_cpu
@@ -132,7 +132,7 @@ class RowLayout:
         """Convert rows of bytes to a batch of new tensors."""
         parts, start = {}, 0
         for field in self._fields_in_order():
-            tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype), device="cpu")
+            tensor = torch.empty((len(rows), *field.shape), dtype=dtype_of(field.dtype), device="cpu")
             if tensor.numel():
                 _rows_of(tensor)[...] = rows[:, start : start + field.nbytes]
             start += field.nbytes
@@ -162,10 +162,12 @@ class RowLayout:
         return None
 
 
-def check_dtype(name: str) -> None:
-    """Raise ValueError if ``name`` is not the name of a torch dtype."""
-    if not isinstance(getattr(torch, name, None), torch.dtype):
+def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype with this name. Raise ValueError if there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
         raise ValueError(f"the dtype must be a dtype of torch, got {name!r:.80}")
+    return found
 
 
 def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
@@ -186,11 +188,6 @@ def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
 
 def _index_text(name: str) -> str:
     return f"[{name!r}]" if name else ""
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _rows_of(tensor: torch.Tensor) -> Rows:

@@ -22,21 +22,22 @@ The ranks stay slightly different models around a common mean. The methods diffe
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from asyncdist import validation
 from asyncdist.protocols.declared import boolean, integer, number, option, with_options
 from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.layout.copies import as_written, gather, norm_of
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
 from asyncdist.protocols.options import CommonOptions
-from asyncdist.protocols.simple.gossip_state import GossipFragment, OuterStep
-from asyncdist.protocols.simple.policy import SimplePolicy
+from asyncdist.protocols.simple.policy import RuleFragment, SimplePolicy
 from asyncdist.protocols.simple.rule import Rule
 from asyncdist.protocols.simple.topologies import Graph, Matrix, Shares, Topology, check_sums, checked_topology
 
@@ -140,7 +141,7 @@ class Gossip(Rule):
         Rule.__post_init__(self)
         if self.nesterov and not self.outer_momentum:
             validation.refuse("outer_momentum", self.outer_momentum, "above 0 with nesterov=True")
-        if self.push_sum and self.outer is not None:
+        if self.push_sum and self.has_outer_step:
             raise ValueError(
                 "outer_lr must be 1 and outer_momentum 0 with push_sum=True, got "
                 f"{self.outer_lr} and {self.outer_momentum}"
@@ -149,11 +150,9 @@ class Gossip(Rule):
             check_sums("topology", self.topology, push_sum=self.push_sum)
 
     @property
-    def outer(self) -> OuterStep | None:
-        """The outer step, or None if each rank continues with its partners' mean."""
-        if self.outer_lr == 1.0 and not self.outer_momentum:
-            return None
-        return OuterStep(self.outer_lr, self.outer_momentum, self.nesterov)
+    def has_outer_step(self) -> bool:
+        """False if each rank continues with its partners' mean."""
+        return self.outer_lr != 1.0 or self.outer_momentum > 0.0
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks, by name, as JSON values."""
@@ -171,6 +170,124 @@ class Gossip(Rule):
                 "rank has a partner only if their number is a power of two"
             )
             validation.refuse("topology", self.topology, allowed)
+
+
+class GossipFragment(RuleFragment):
+    """Keeps gossip's state for the whole model: a mass for push-sum, or the anchor and momentum of an outer step.
+
+    Args:
+        tensors: The model's tensors, from which the first anchor is copied.
+
+    Attributes:
+        mass: This rank's push-sum weight w; 1 without push-sum.
+    """
+
+    _rule: Gossip
+
+    def __init__(self, layout: WireLayout, rule: Gossip, tensors: Sequence[Tensor]) -> None:
+        super().__init__(layout, rule)
+        self.mass = 1.0
+        self._anchors: dict[int, Tensor] = {}  # by index of the vector: parameters after the last round
+        self._momenta: dict[int, Tensor] = {}  # by index of the vector; with Nesterov, the last contribution
+        for place, vector in enumerate(layout.vectors):
+            if vector.role == "stepped":
+                self._anchors[place] = vector.new_flat()
+                gather(vector, tensors, self._anchors[place])
+                if not rule.push_sum:
+                    first = self._anchors[place] if rule.nesterov else vector.new_flat()
+                    self._momenta[place] = first.clone()
+
+    @torch.no_grad()
+    def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
+        """Write this member's contribution into ``encoded``, and return its L2 norm."""
+        norm = 0.0
+        for place, (vector, into) in enumerate(zip(self.layout.vectors, encoded, strict=True)):
+            self._gather(place, tensors, into)
+            if vector.role == "stepped":
+                norm = math.hypot(norm, norm_of(into))
+        return norm
+
+    def _gather(self, place: int, tensors: Sequence[Tensor], into: Tensor) -> None:
+        """Write this rank's contribution of one vector: anchor + factor * (weights - anchor).
+
+        The weights are compared with the anchor in their own dtype, from which they were trained.
+
+        With push-sum, the contribution is x / w, which counts with the weight w (the mass). The factor 1 / w makes
+        training move x by as much as the weights.
+        """
+        vector, anchor = self.layout.vectors[place], self._anchors.get(place)
+        gather(vector, tensors, into)
+        if anchor is None:
+            return
+        start = as_written(vector, anchor, tensors)
+        if start is not anchor:
+            into.add_(anchor - start)
+        if self.mass != 1.0:
+            into.sub_(anchor).div_(self.mass).add_(anchor)
+        elif self._rule.nesterov and self._rule.outer_lr != 1.0:
+            into.sub_(anchor).mul_(self._rule.outer_lr).add_(anchor)
+
+    @torch.no_grad()
+    def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
+        """Move the anchors to or towards the partners' mean, and write the anchors into the model."""
+        if self._values and self.mean is not None and self._rule.push_sum:
+            self.mass = sum(self.mean.verdict.weights)
+        for place, mean in self._values.items():
+            if place in self._anchors:
+                self._values[place] = self._moved(place, mean, tensors, is_whole)
+        super().apply(tensors, is_late=is_late, is_whole=is_whole)
+
+    def _moved(self, place: int, mean: Tensor, tensors: Sequence[Tensor], is_whole: bool) -> Tensor:
+        anchor, momentum, rule = self._anchors[place], self._momenta.get(place), self._rule
+        if momentum is None:  # push-sum
+            anchor.copy_(mean)
+        elif is_whole:
+            anchor.copy_(mean)
+            momentum.copy_(mean) if rule.nesterov else momentum.zero_()
+        elif rule.nesterov:
+            sent = torch.empty_like(mean)
+            self._gather(place, tensors, sent)
+            anchor.copy_(mean).add_((sent - momentum).mul_(rule.outer_momentum))
+            momentum.copy_(sent)
+        else:
+            momentum.mul_(rule.outer_momentum).add_((mean - anchor).mul_(rule.outer_lr))
+            anchor.add_(momentum)
+        return anchor
+
+    def forget_own(self) -> None:
+        """Reset the mass to 1 after loading another rank's state."""
+        self.mass = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state, without a mean that is not applied yet."""
+        kept = {
+            "names": self.layout.checksum_of_names(),
+            "anchors": {place: each.clone() for place, each in self._anchors.items()},
+            "momenta": {place: each.clone() for place, each in self._momenta.items()},
+        }
+        return {**super().state_dict(), "mass": self.mass, "nesterov": self._rule.nesterov, **kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a :meth:`state_dict` of the same layout and options.
+
+        Raises:
+            ValueError: The state belongs to a policy with another outer step, or to push-sum.
+        """
+        self.layout.check_names(state)
+        super().load_state_dict(state)
+        if state["nesterov"] != self._rule.nesterov:  # with Nesterov, the saved momenta are contributions
+            raise ValueError(
+                f"the state must have been saved by a policy with nesterov={self._rule.nesterov}, got the opposite"
+            )
+        for name, kept in (("anchors", self._anchors), ("momenta", self._momenta)):
+            saved = state.get(name, {})
+            if {place: each.shape for place, each in saved.items()} != {at: each.shape for at, each in kept.items()}:
+                raise ValueError(
+                    "the state must have been saved by a policy with the same outer_lr, outer_momentum and push_sum"
+                )
+            for place, each in saved.items():
+                kept[place].copy_(each)
+        self.mass = state["mass"]
 
 
 @with_options(GossipOptions, CommonOptions, Gossip)
@@ -222,9 +339,9 @@ class GossipPolicy(SimplePolicy):
         super()._prepare()
 
     def _new_fragment(self, layout: WireLayout) -> Fragment:
-        if self._gossip.outer is None and not self._gossip.push_sum:
+        if not (self._gossip.has_outer_step or self._gossip.push_sum):
             return super()._new_fragment(layout)
-        return GossipFragment(layout, self._gossip, self._tensors(), self._gossip.outer)
+        return GossipFragment(layout, self._gossip, self._tensors())
 
     def partners(self, number: int, rank: int, members: Sequence[int]) -> Shares:
         """Return the share of each partner in a rank's new weights."""

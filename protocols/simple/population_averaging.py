@@ -29,11 +29,12 @@ from asyncdist import LocalProtocolError, validation
 from asyncdist.protocols.declared import boolean, integer, like, number, one_of, option, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.layout.copies import gather, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
+from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptionNames
 from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.options import CommonOptions
-from asyncdist.protocols.simple.center import CenterFragment
 from asyncdist.protocols.simple.policy import RuleFragment, SimplePolicy
 from asyncdist.protocols.simple.rule import Rule, random_pair
 
@@ -199,7 +200,7 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
         count, pull = len(self._members), self._pull.pull
         if pull * count > 1.0:
             validation.refuse("pull", pull, f"at most 1 / {count} with center=True on {count} ranks")
-        return CenterFragment(layout, self._pull, self._tensors(), pull)
+        return _CenterFragment(layout, self._pull, self._tensors())
 
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
         own = self._fragments[fragment]
@@ -232,11 +233,75 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
 class _PulledFragment(RuleFragment):
     """Pulls the model to the mean by ``scale`` times the option ``pull``."""
 
-    def __init__(self, layout: WireLayout, pull: PullToMean) -> None:
-        super().__init__(layout, pull, None)
-        self._pull = pull.pull
-        self.scale = 1.0
+    _rule: PullToMean
+    scale = 1.0
 
     def moved(self, own: Tensor, mean: Tensor, number: int) -> Tensor:
         del number
-        return _pulled(own, mean, self._pull * self.scale)
+        return _pulled(own, mean, self._rule.pull * self.scale)
+
+
+class _CenterFragment(RuleFragment):
+    """Pulls the model's parameters to a center instead of to the mean, and the center to all ranks.
+
+    Each rank computes the center from the round's mean, so that the center is equal on all ranks and is never sent.
+
+    Args:
+        tensors: The model's tensors, from which the first center is copied.
+    """
+
+    _rule: PullToMean
+
+    def __init__(self, layout: WireLayout, rule: PullToMean, tensors: Sequence[Tensor]) -> None:
+        super().__init__(layout, rule)
+        self._centers = {place: each.new_flat() for place, each in enumerate(layout.vectors) if each.role == "stepped"}
+        for place, center in self._centers.items():
+            gather(layout.vectors[place], tensors, center)
+
+    @property
+    def anchors(self) -> tuple[Tensor, ...]:
+        """Center to which all ranks are pulled, as one flat tensor per dtype."""
+        return tuple(self._centers.values())
+
+    @torch.no_grad()
+    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
+        """Move the center towards the mean of the contributing ranks. This rank will be pulled to the old center."""
+        super().merge(verdict, encoded)
+        rate = self._rule.pull * len(verdict.donors)
+        for place in self._centers.keys() & self._values.keys():
+            center, mean = self._centers[place], self._values[place]
+            self._values[place] = center
+            self._centers[place] = (mean - center).mul_(rate).add_(center)
+
+    @torch.no_grad()
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """Write the center into the model's parameters."""
+        for place, center in self._centers.items():
+            scatter(self.layout.vectors[place], center, tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the fragment's state, including the center."""
+        names = self.layout.checksum_of_names()
+        return {**super().state_dict(), "names": names, "center": [each.clone() for each in self.anchors]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a result of :meth:`state_dict`, including the center."""
+        self.layout.check_names(state)
+        super().load_state_dict(state)
+        self._load_center(state)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return a copy of the state that is equal on all ranks, including the center."""
+        return {**super().shared_state(), "center": [each.clone() for each in self.anchors]}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Load the :meth:`shared_state` of another rank."""
+        super().load_shared_state(state)
+        self._load_center(state)
+
+    @torch.no_grad()
+    def _load_center(self, state: Mapping[str, Any]) -> None:
+        if [each.shape for each in state["center"]] != [each.shape for each in self.anchors]:
+            raise ValueError("the state's center must have the sizes of this model's parameters")
+        for center, saved in zip(self.anchors, state["center"], strict=True):
+            center.copy_(saved)

@@ -36,8 +36,7 @@ from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering
 from asyncdist.transports.torch_distributed.meeting.stores import SealedStore
 from asyncdist.trust.job_secret import JobSecret
 from fuzzing.mutations import mutate
-from protocols.replay_buffer.layouts import declare, declared
-from protocols.replay_buffer.messages import Declare
+from protocols.replay_buffer.messages import Declare, declare, declared
 from protocols.replay_buffer.store import RowLayout
 
 _DAMAGED_COUNT: Final = 64

@@ -247,7 +247,7 @@ def test_defect_08_donor_aborts_other_rounds_and_keeps_buffer(
         if world.rank == 1:
             freed: list[Any] = []
             snapshot = state.new_buffers()
-            offer = desk.offer(5, snapshot, freed.append)
+            offer = desk.offer(parameter_stream.server.Offer(5, snapshot, freed.append))
             while "refused" not in steps:
                 assert not offer.streams, "the request of round 4 must not get the snapshot of round 5"
                 await world.safe_point()

@@ -75,7 +75,7 @@ DistributedDataParallel = lambda module, process_group: module
 HIDING = {
     f"asyncdist.integrations.{path.stem}"
     for path in (pages.ROOT / "asyncdist" / "integrations").glob("*.py")
-    if "\nhide_ranks()\n" in path.read_text()
+    if "\njoining.hide_ranks()\n" in path.read_text()
 }
 #: Those that are commands.
 COMMANDS = {"asyncdist.bench"}

@@ -24,6 +24,7 @@ from protocols.parameter_stream import messages, neighbours, receiver
 from protocols.parameter_stream.messages import LocateRequest, Location
 from protocols.parameter_stream.neighbours import TRIAL_COUNT
 from protocols.parameter_stream.parts import Part
+from protocols.parameter_stream.server import Offer
 
 
 @pytest.fixture(autouse=True)
@@ -271,9 +272,8 @@ async def test_a_part_in_shared_memory_is_used_where_it_is() -> None:
     async with parties() as party:
         for number, shared in enumerate((memory, memory, None), 1):
             buffers, part = as_buffers(memory.tensor[64:192]), Part(0, 1)
-            offer = party.desks[1].offer(
-                number, buffers, lambda _: None, mean_of=part, ends_earlier=False, memory=shared
-            )
+            made = Offer(number, buffers, lambda _: None, mean_of=part, memory=shared)
+            offer = party.desks[1].offer(made, ends_earlier=False)
             into = torch.empty(128, dtype=torch.uint8)
             fetch = Fetch(party.worlds[0].services, party.desks[0], number, 1, into, part, 1)
             fetch.ask()

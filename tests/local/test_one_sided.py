@@ -380,13 +380,12 @@ def test_failed_reads_are_counted_by_reasons_without_values() -> None:
     """Regression: each metric that had become worse added a reason to ``statistics().abandoned``."""
     flat, found = FlatState(Mixed()), set[str]()
     window, choice = SimpleNamespace(), Choice((1, 2), 1, floor=0.5, sign=1)
-    group: Any = SimpleNamespace(ranks=(0, 1, 2))
-    reader = DonorReader(0, group, window, Packing(flat.entries), flat, Counter(), chunk_nbytes=64)  # type: ignore[arg-type]
+    reader = DonorReader((1, 2), window, Packing(flat.entries), flat, Counter(), chunk_nbytes=64)  # type: ignore[arg-type]
     for donors, metric in (((1, 2), 0.25), ((2,), 0.125), ((1,), None), ((2,), None)):
         record = None if metric is None else SimpleNamespace(metric=metric)
         window.published_by = AsyncMock(return_value=record)
         with pytest.raises(UnreadableError) as error:
-            asyncio.run(reader.read(Replacement(1, 0.0), replace(choice, donors=donors), deadline=1.0))
+            asyncio.run(reader.read(Replacement(round=1, began_at=0.0), replace(choice, donors=donors), deadline=1.0))
         found.add(str(error.value).partition(":")[0])
     assert len(found) == 2
 

@@ -365,7 +365,7 @@ def test_requests_may_end_in_another_order(monkeypatch: pytest.MonkeyPatch) -> N
             requests = [buffers._exchange(world, 1, MessageType.DATA, b"x" * count) for count in (2, 1)]
             await asyncio.gather(*requests)
             await world.sleep(1.0)
-        return len(world.services.shared(buffers._Requests).tasks), told
+        return len(world.services.shared(buffers._pending_requests)), told
 
     assert ad.simulate(main, ranks=2).results == ((0, []),) * 2
 

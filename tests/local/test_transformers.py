@@ -56,7 +56,7 @@ def test_only_rank_0_of_a_trainer_pushes_to_the_hub(
     monkeypatch.setattr(joining, "hide_ranks", lambda: None)  # importing the integration would hide this process's rank
     monkeypatch.setattr(joining, "_logged", set())
     integration = importlib.import_module("asyncdist.integrations.transformers")
-    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=rank, size=2))
+    monkeypatch.setattr(joining, "join", lambda: SimpleNamespace(rank=rank, size=2))
     hub = Hub()
     monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub, raising=False)
     for name in ("create_repo", "upload_folder"):  # as in transformers 4
@@ -88,7 +88,7 @@ def test_arguments_belong_to_one_rank(tmp_path: Path, monkeypatch: pytest.Monkey
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "mine"), use_cpu=True, report_to=[])
 
     def train(rank: int, given: Any) -> str:
-        monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=rank, size=2))
+        monkeypatch.setattr(joining, "join", lambda: SimpleNamespace(rank=rank, size=2))
         averaging = integration.SelectiveAveraging(average_every=2)
         return str(transformers.Trainer(Model(), given, callbacks=[averaging]).args.output_dir)
 
@@ -135,7 +135,7 @@ def test_the_count_of_averages_is_logged_but_is_not_a_metric(
     """Regression: a search by the sum of the metrics of evaluate() chose the trial with the fewest replacements."""
     import transformers
 
-    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=0, size=1))
+    monkeypatch.setattr(joining, "join", lambda: SimpleNamespace(rank=0, size=1))
     averaging = integration.SelectiveAveraging(average_every=2)
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, label_names=["inputs"]
@@ -202,7 +202,7 @@ def test_a_training_forgets_the_metric_of_an_earlier_one(
 
     from asyncdist.protocols.metrics import NOT_MEASURED
 
-    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=0, size=1))
+    monkeypatch.setattr(joining, "join", lambda: SimpleNamespace(rank=0, size=1))
     averaging = integration.SelectiveAveraging(average_every=2, monitor="eval_loss")
     monkeypatch.setattr(averaging._training, "begin", lambda model, optimizer: None)
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
@@ -333,7 +333,7 @@ def test_each_policy_of_a_trainer_has_its_own_state_file(integration: Any, tmp_p
 def test_the_state_file_of_earlier_versions_is_loaded(
     integration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=0, size=1))
+    monkeypatch.setattr(joining, "join", lambda: SimpleNamespace(rank=0, size=1))
     torch.save({"policy": "GossipPolicy"}, tmp_path / "asyncdist_policy.pt")
     first, second = (integration.Averaging(kind, average_every=1) for kind in (DiLoCoPolicy, GossipPolicy))
     trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[first, second]))
@@ -344,7 +344,7 @@ def test_the_state_file_of_earlier_versions_is_loaded(
 
 def test_a_callback_cannot_be_copied(integration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: deepcopy named an internal class, and pickle a lambda."""
-    monkeypatch.setattr(integration, "join", lambda: SimpleNamespace(rank=0, size=1))
+    monkeypatch.setattr(joining, "join", lambda: SimpleNamespace(rank=0, size=1))
     averaging = integration.SelectiveAveraging(average_every=2)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"^SelectiveAveraging cannot be copied"):

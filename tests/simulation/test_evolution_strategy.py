@@ -19,9 +19,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.simulation import Fault, Kill, Restart, SlowRank, Stall, simulate
 from protocols import EvolutionStrategyPolicy, StepInfo
-from protocols.evolution.options import EvolutionStrategyOptions
-from protocols.evolution.perturbations import coefficients
-from protocols.evolution.policy import checksum_of_settings
+from protocols.evolution.policy import EvolutionStrategyOptions, checksum_of_settings, coefficients
 from protocols.simple.rule import drawn
 from simulation.training_runs import draw_network
 

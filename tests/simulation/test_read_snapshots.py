@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocols.parameter_stream.neighbours import PartReading, Reading
+from protocols.parameter_stream.neighbours import Reading
 from simulation.read_scenarios import scenario
 
 SEEDS = range(40)
@@ -17,18 +17,18 @@ SEEDS = range(40)
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Return the state that was read, and the way of reading."""
     counted: Counter[str] = Counter()
-    piece, part = Reading.read, PartReading.whole
+    piece, part = Reading.read, Reading.whole
 
     def read_piece(self: Reading, *args: Any) -> None:
         counted["pieces"] += 1
         piece(self, *args)
 
-    async def read_part(self: PartReading, **kwargs: Any) -> None:
+    async def read_part(self: Reading, **kwargs: Any) -> None:
         counted["parts"] += 1
         await part(self, **kwargs)
 
     monkeypatch.setattr(Reading, "read", read_piece)
-    monkeypatch.setattr(PartReading, "whole", read_part)
+    monkeypatch.setattr(Reading, "whole", read_part)
     return counted
 
 

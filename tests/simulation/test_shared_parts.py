@@ -159,9 +159,9 @@ class Server:
         self.on_free: list[Any] = []
         self.refused: list[tuple[int, Part]] = []
 
-    def offer(self, round: int, snapshot: Any, on_free: Any, *, mean_of: Part) -> Any:
-        self.on_free.append(on_free)
-        return on_free
+    def offer(self, offer: Any) -> Any:
+        self.on_free.append(offer.on_free)
+        return offer.on_free
 
     def withdraw(self, offer: Any) -> None:
         """Withdraw the offer; a stream from it frees its memory later."""

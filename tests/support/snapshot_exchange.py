@@ -49,7 +49,7 @@ class Party:
 
     def offer(self, donor: int) -> None:
         """Record that the donor has its snapshot."""
-        self.offers[donor] = self.desks[donor].offer(ROUND, self.snapshots[donor], self.freed.append)
+        self.offers[donor] = self.desks[donor].offer(Offer(ROUND, self.snapshots[donor], self.freed.append))
 
     def intake(
         self,

@@ -25,7 +25,7 @@ from asyncdist.tensors import pytrees
 from asyncdist.tensors.byte_views import byte_view
 from protocols.parameter_stream.messages import LocateRequest, PartGrant
 from protocols.replay_buffer.messages import Draw
-from protocols.replay_buffer.store import check_dtype
+from protocols.replay_buffer.store import dtype_of
 from protocols.selective.messages import Assign, Frozen
 
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_without_a_model_is_named() -> None:
         (lambda: Frozen((0,), (), (1,), 0, 1.0), "donors, weights and iterations must be of equal length, got"),
         (lambda: Frozen((0,), (-1.0,), (1,), 0, 1.0), r"weights must be finite and >= 0, got \(-1.0,\)"),
         (lambda: Frozen((0,), (1.0,), (1,), 0, -1.0), "timeout_s must be >= 0, got -1.0"),
-        (lambda: check_dtype("text"), "the dtype must be a dtype of torch, got 'text'"),
+        (lambda: dtype_of("text"), "the dtype must be a dtype of torch, got 'text'"),
         (lambda: pytrees.lines_from_text("?"), re.escape("the text must be the JSON of a tree, got '?'")),
         (lambda: pytrees.lines_from_text('[["a", "b"], ["a", "c"]]'), "each path of a tree must occur once, got "),
         (

@@ -19,9 +19,17 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from protocols import PopulationTrainingPolicy, Range
-from protocols.population_training.exploring import Explorer, donor_for
+from protocols.population_training.exploring import (
+    LineageEntry,
+    donor_for,
+    explored,
+    extended,
+    first_values,
+    pack_lineage,
+    unpack_lineage,
+)
 from protocols.population_training.hyperparameters import Choice, Sampler, space_of
-from protocols.population_training.lineage import Lineage, LineageEntry
+from protocols.population_training.options import ExploringOptions
 from protocols.population_training.settings import OptimizerSettings, load_moments
 from protocols.selective.selection import SelectiveRules, decide
 
@@ -133,67 +141,54 @@ def test_numbers_of_numpy_travel_as_plain_values(space: Any, wanted: list[Any]) 
 
 
 def test_equal_arguments_draw_equal_values() -> None:
-    spaces = {"lr": Range(1e-4, 1e-1), "depth": Choice([1, 2, 3])}
+    def options(seed: int, **more: Any) -> ExploringOptions:
+        return ExploringOptions(custom_hyperparameters={"lr": Range(1e-4, 1e-1), "depth": [1, 2, 3]}, seed=seed, **more)
 
-    def explorer(seed: int) -> Explorer:
-        return Explorer(spaces, factors=(0.8, 1.25), resample_probability=0.25, function=None, seed=seed)
-
-    one, two = explorer(1), explorer(2)
-    assert one.first(3, {}) == explorer(1).first(3, {}) != two.first(3, {})
-    assert one.first(3, {}) != one.first(4, {})
-    assert one.first(3, {"depth": 2})["depth"] == 2
+    one, two = options(1), options(2)
+    assert first_values(one, 3) == first_values(options(1), 3) != first_values(two, 3)
+    assert first_values(one, 3) != first_values(one, 4)
+    assert first_values(options(1, initial={"depth": 2}), 3)["depth"] == 2
     old = {"lr": 0.01, "depth": 2}
-    assert one.explored(old, 3, 8) == explorer(1).explored(old, 3, 8)
-    assert len({one.explored(old, 3, number)["lr"] for number in range(30)}) > 3
+    assert explored(one, old, 3, 8) == explored(options(1), old, 3, 8)
+    assert len({explored(one, old, 3, number)["lr"] for number in range(30)}) > 3
 
 
 def test_a_continued_job_does_not_repeat_its_draws() -> None:
     """Rounds are numbered from 1 again in a job that continues from a saved state, but iterations are not."""
-    found = Explorer({"lr": Range(1e-4, 1e-1)}, factors=(0.8, 1.25), resample_probability=1.0, function=None, seed=0)
-    drawn = [found.explored({"lr": 0.01}, 3, 1, iteration=iteration)["lr"] for iteration in range(0, 2000, 100)]
+    space: dict[str, Any] = {"custom_hyperparameters": {"lr": Range(1e-4, 1e-1)}}
+    made = ExploringOptions(**space, resample_probability=1.0)
+    drawn = [explored(made, {"lr": 0.01}, 3, 1, iteration=iteration)["lr"] for iteration in range(0, 2000, 100)]
     assert len(set(drawn)) == 20
-    function = Explorer(
-        {"lr": Range(1e-4, 1e-1)},
-        factors=(1.0,),
-        resample_probability=0.0,
-        function=lambda values, generator: {"lr": generator.uniform(1e-4, 1e-1)},
-        seed=0,
-    )
-    assert len({function.explored({"lr": 0.01}, 3, 1, iteration=iteration)["lr"] for iteration in range(20)}) == 20
+    made = ExploringOptions(**space, explore=lambda values, generator: {"lr": generator.uniform(1e-4, 1e-1)})
+    assert len({explored(made, {"lr": 0.01}, 3, 1, iteration=iteration)["lr"] for iteration in range(20)}) == 20
 
 
 def test_a_function_of_the_user_explores_within_the_limits() -> None:
-    spaces = {"lr": Range(1e-4, 1e-1), "depth": Choice([1, 2, 3])}
+    def options(function: Any) -> ExploringOptions:
+        spaces: dict[str, Any] = {"lr": Range(1e-4, 1e-1), "depth": [1, 2, 3]}
+        return ExploringOptions(custom_hyperparameters=spaces, explore=function)
 
     def explore(values: dict[str, Any], generator: random.Random) -> dict[str, Any]:
         return {"lr": values["lr"] * 100, "depth": generator.choice([3])}
 
-    made = Explorer(spaces, factors=(1.0,), resample_probability=0.0, function=explore, seed=0)
-    assert made.explored({"lr": 0.01, "depth": 1}, 0, 1) == {"lr": 0.1, "depth": 3}
-    made = Explorer(
-        spaces,
-        factors=(1.0,),
-        resample_probability=0.0,
-        function=lambda values, generator: {**values, "lr": math.nan},
-        seed=0,
-    )
+    old = {"lr": 0.01, "depth": 1}
+    assert explored(options(explore), old, 0, 1) == {"lr": 0.1, "depth": 3}
     with pytest.raises(ValueError, match="explore") as refused:
-        made.explored({"lr": 0.01, "depth": 1}, 0, 1)
+        explored(options(lambda values, generator: {**values, "lr": math.nan}), old, 0, 1)
     assert names(refused.value, "nan", "0.0001")
     for wrong in (lambda values, generator: {"lr": 1.0}, lambda values, generator: None):
-        made = Explorer(spaces, factors=(1.0,), resample_probability=0.0, function=wrong, seed=0)  # type: ignore[arg-type]
         with pytest.raises(TypeError) as caught:
-            made.explored({"lr": 0.01, "depth": 1}, 0, 1)
+            explored(options(wrong), old, 0, 1)
         assert names(caught.value, "explore", "lr, depth")
 
 
 def test_a_history_keeps_the_first_and_newest_entries() -> None:
-    history = Lineage()
+    history: tuple[LineageEntry, ...] = ()
     for number in range(1200):
-        history = history.add(LineageEntry(number, 1, number, 2, {"lr": number / 7}))
-    assert len(history.entries) == 1000
-    assert history.entries[0].iteration == 0 and history.entries[-1].iteration == 1199
-    assert Lineage.unpacked(history.packed()).entries == history.entries
+        history = extended(history, LineageEntry(number, 1, number, 2, {"lr": number / 7}))
+    assert len(history) == 1000
+    assert history[0].iteration == 0 and history[-1].iteration == 1199
+    assert unpack_lineage(pack_lineage(history)) == history
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -421,7 +421,7 @@ EXCHANGE_MUTANTS: Final = (
         "sparta-same-indices",
         "simple policy",
         "all rounds average the values at the same indices",
-        "protocols/simple/share.py",
+        "protocols/simple/policy.py",
         "        if kept is not None and kept[0] == round:",
         "        if kept is not None:",
         SIMPLE,

@@ -30,8 +30,7 @@ import torch
 from asyncdist import Channel, ClosedError, Envelope, RankLostError, World, blocking, tags, validation
 from asyncdist.functional.rank_layout import BufferRanks
 from asyncdist.integrations.joining import join
-from asyncdist.protocols.replay_buffer.layouts import scopes
-from asyncdist.protocols.replay_buffer.messages import INLINE_NBYTES_MAX
+from asyncdist.protocols.replay_buffer.messages import INLINE_NBYTES_MAX, scopes
 from asyncdist.waits import WaitId, WaitKind
 
 with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
@@ -186,11 +185,9 @@ def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
     return None if answer is None else _unpacked(answer)
 
 
-class _Requests:
-    """This rank's request to each buffer rank that is not completed, as a task."""
-
-    def __init__(self, _: object) -> None:
-        self.tasks: dict[int, asyncio.Task[Any]] = {}
+def _pending_requests(_: object) -> dict[int, asyncio.Task[Any]]:
+    """Return a dict for this rank's request to each buffer rank that is not completed, as a task."""
+    return {}
 
 
 async def _exchange(world: World, server: int, kind: MessageType, payload: bytes) -> torch.Tensor | None:
@@ -201,7 +198,7 @@ async def _exchange(world: World, server: int, kind: MessageType, payload: bytes
     """
     services = world.services
     services.check_peer(server)
-    tasks = services.shared(_Requests).tasks
+    tasks = services.shared(_pending_requests)
     request = _request(world, server, kind, payload, after=tasks.get(server))
     task = services.spawn_service(request, name=f"request to the replay buffer on rank {server}")
     tasks[server] = task
@@ -300,7 +297,8 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         If the scoring function or ``_compute_metadata`` raises an exception, the job fails with it.
         """
         world = join()
-        desk = _RequestServer(world, self.num_training_ranks)
+        desk = world.awaited.services.shared(_RequestDesk)
+        desk.begin_run(world, self.num_training_ranks)
         with desk.serving():
             while (asked := desk.next()) is not None:
                 source, kind, data = asked
@@ -326,67 +324,46 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         _ask(manager_rank, MessageType.EXIT)
 
 
-class _WaitingRequests:
-    """This rank's unanswered requests, oldest first. They are received at any time after the first run has begun.
+class _RequestDesk:
+    """Receives a buffer rank's requests, one at a time, and sends the answers.
+
+    There is one desk per rank. Requests wait in it at any time after the first run has begun.
 
     Attributes:
         done: Ranks that have sent an EXIT to the current run. Their later requests wait for the next run.
     """
 
     def __init__(self, services: Any) -> None:
-        self.requests: deque[Envelope[Ask]] = deque()
-        self.done: set[int] = set()
-        self._gone = services.gone
+        self._services = services
+        self._requests: deque[Envelope[Ask]] = deque()  # oldest first
         to_server, to_clients = scopes(services.rank, _NAME)
-        self.channel: Channel[Any] = services.open_channel(
+        self._channel: Channel[Any] = services.open_channel(
             Ask | Answer,
             tag=tags.REPLAY,
             scope=to_server,
             peer_scope=to_clients,
             name=_NAME,
-            handler=self.requests.append,
+            handler=self._requests.append,
         )
         services.on_returned(self._drop_requests)
+        self.done: set[int] = set()
 
-    def begin_run(self) -> None:
-        """Let the ranks that have ended the last run take part in a new run."""
-        self.done.clear()
-        for rank in {envelope.source for envelope in self.requests} & set(self._gone):
-            self._drop_requests(rank)
-
-    @property
-    def has_next(self) -> bool:
-        """Whether there is a request of a rank that has not ended the current run."""
-        return any(envelope.source not in self.done for envelope in self.requests)
-
-    def take(self) -> Envelope[Ask] | None:
-        """Remove and return the oldest request of a rank that has not ended the current run, or return None."""
-        for place, envelope in enumerate(self.requests):
-            if envelope.source not in self.done:
-                del self.requests[place]
-                return envelope
-        return None
-
-    def _drop_requests(self, rank: int) -> None:
-        """Drop the requests of the lost process of ``rank``. The new process could receive their answers."""
-        kept = [envelope for envelope in self.requests if envelope.source != rank]
-        self.requests.clear()
-        self.requests.extend(kept)
-        self.done.discard(rank)
-
-
-class _RequestServer:
-    """Receives a buffer rank's requests, one at a time, and sends the answers."""
-
-    def __init__(self, world: blocking.World, client_count: int) -> None:
+    def begin_run(self, world: blocking.World, client_count: int) -> None:
+        """Begin a run, in which the ranks that have ended the last run may take part."""
         self._world = world
-        self._services = world.awaited.services
         self._client_count = client_count
         self._seen: set[int] = set()
         self._asked_by: tuple[int, int] | None = None  # rank and incarnation that sent the current request
-        self._waiting = self._services.shared(_WaitingRequests)
-        self._waiting.begin_run()
-        self.done = self._waiting.done
+        self.done.clear()
+        for rank in {envelope.source for envelope in self._requests} & set(self._services.gone):
+            self._drop_requests(rank)
+
+    def _drop_requests(self, rank: int) -> None:
+        """Drop the requests of the lost process of ``rank``. The new process could receive their answers."""
+        kept = [envelope for envelope in self._requests if envelope.source != rank]
+        self._requests.clear()
+        self._requests.extend(kept)
+        self.done.discard(rank)
 
     def serving(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this rank refuses operations that a client wants to start with it."""
@@ -407,14 +384,20 @@ class _RequestServer:
         return self._world.call(self._next)
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:
+        def found() -> int | None:
+            """Return the place of the oldest request of a rank that has not ended the current run."""
+            return next((place for place, each in enumerate(self._requests) if each.source not in self.done), None)
+
         what = WaitId(WaitKind.BUFFER_USERS)
         while True:
-            await self._services.engine.until(lambda: self._is_over() or self._waiting.has_next, what)
+            await self._services.engine.until(lambda: self._is_over() or found() is not None, what)
             if self._is_over():
                 return None
-            envelope = self._waiting.take()
-            if envelope is None:  # its sender was lost meanwhile
+            place = found()
+            if place is None:  # its sender was lost meanwhile
                 continue
+            envelope = self._requests[place]
+            del self._requests[place]
             source, kind = envelope.source, MessageType[envelope.message.kind]
             self._seen.add(source)
             self._asked_by = source, self._services.restarted.get(source, 0)
@@ -432,7 +415,7 @@ class _RequestServer:
         """Send an answer to the rank that sent the request, unless its process is lost."""
         if self._asked_by == (dest, self._services.restarted.get(dest, 0)):
             with contextlib.suppress(RankLostError):
-                self._world.call(_send, self._world.awaited, self._waiting.channel, dest, Answer, _packed(data))
+                self._world.call(_send, self._world.awaited, self._channel, dest, Answer, _packed(data))
         self._world.check()
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
@@ -28,8 +28,9 @@ from asyncdist import Group, validation
 from asyncdist.blocking.callers import find_caller
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import end_process_world
-from asyncdist.integrations.joining import Training
-from asyncdist.integrations.torchgfn.groups import group_of
+from asyncdist.blocking.world import World
+from asyncdist.integrations.joining import Training, join
+from asyncdist.launchers import detection
 from asyncdist.protocols import (
     AsyncSelectiveAveragingPolicy as _Selective,
     AverageAllPolicy as _All,
@@ -64,8 +65,9 @@ class _OneSidedOptions(ReadingOptions, StartOptions, total=False):
 class _Ported(Generic[PolicyT]):
     """Base class for policies that a script calls in each iteration. The first call starts the policy."""
 
-    def __init__(self, make: Callable[..., PolicyT]) -> None:
-        self._make = make
+    def __init__(self, kind: type[PolicyT], options: Mapping[str, Any]) -> None:
+        self._kind = kind
+        self._options = options
         self._group: Any = None
         self._made_group: Group | None = None  # made for a process group or communicator
         self._training: Training[PolicyT] | None = None
@@ -114,9 +116,9 @@ class _Ported(Generic[PolicyT]):
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
         self._opens_world = find_caller() is None
-        members: Group | None = group_of(group)
+        members: Group | None = _group_of(group)
         self._made_group = None if members is group else members
-        training = Training(lambda *of: self._make(*of, group=members))
+        training = Training(self._kind, {"group": members, **self._options})
         try:
             training.begin(model, optimizer)
         except BaseException:
@@ -153,8 +155,7 @@ class AverageAllPolicy(_Ported[_All]):
 
     @validation.names_options()
     def __init__(self, average_every: int, **options: Unpack[AverageAllOptions]) -> None:
-        given: dict[str, Any] = {"average_every": average_every, **options}
-        super().__init__(lambda model, optimizer, group: _All(model, optimizer, **({"group": group} | given)))
+        super().__init__(_All, {"average_every": average_every, **options})
 
 
 class AsyncSelectiveAveragingPolicy(_Ported[_Selective]):
@@ -200,7 +201,7 @@ class AsyncSelectiveAveragingPolicy(_Ported[_Selective]):
             "model_builder": model_builder if averaging_strategy == "reset_weights" else None,
             **options,
         }
-        super().__init__(lambda model, optimizer, group: _Selective(model, optimizer, **({"group": group} | given)))
+        super().__init__(_Selective, given)
 
 
 class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
@@ -249,7 +250,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
             "model_builder": model_builder if averaging_strategy == "reset_weights" else None,
             **options,
         }
-        super().__init__(lambda model, optimizer, group: _OneSided(model, optimizer, **({"group": group} | given)))
+        super().__init__(_OneSided, given)
         self._named_group = group
         self._one_sided: _OneSided | None = None
 
@@ -305,3 +306,59 @@ def _finite(threshold: float | None) -> float | None:
     if isinstance(threshold, float) and math.isinf(threshold):
         return math.copysign(sys.float_info.max, threshold)
     return threshold
+
+
+def _group_of(group: Any) -> Group | None:
+    """Return the asyncdist group with the ranks of ``group``, or None for all ranks. All members must call this.
+
+    If no world is open, this function opens it, so all ranks of the job must call it. ``group`` may be an asyncdist
+    group, a process group of torch.distributed, an MPI communicator, or None.
+
+    Raises:
+        TypeError: ``group`` has a different type.
+        ValueError: The ranks of ``group`` are unknown, or it lacks ranks of the job while no world is open.
+    """
+    if group is None or isinstance(group, Group):
+        join()
+        return group
+    size = _size_of(group)
+    if find_caller() is None:
+        _check_is_of_all(group, size)
+    world = join()
+    if size == world.size:
+        return None
+    return world.new_group(_ranks_of(group, size, world))
+
+
+def _check_is_of_all(group: Any, size: int) -> None:
+    """Raise ValueError if ``group`` lacks ranks of the job. Opening the world would wait for them forever."""
+    is_torchs = torch.distributed.is_available() and torch.distributed.is_initialized()
+    found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_torchs else None
+    job_size = detection.detect(group=found).expected_size or 1
+    if size < job_size:
+        raise ValueError(
+            f"group must have all {job_size} ranks of the job when the world is opened, got {group!r:.80} with {size} "
+            "ranks. Make the groups with initialize_distributed_compute of asyncdist.integrations.torchgfn instead of "
+            "torchgfn's, or first call asyncdist.blocking.process_world() on all ranks"
+        )
+
+
+def _size_of(group: Any) -> int:
+    size = getattr(group, "Get_size", None) or getattr(group, "size", None)
+    if not callable(size):
+        allowed = "an asyncdist group, a torch process group, an MPI communicator or None"
+        validation.refuse("group", group, allowed, TypeError)
+    return int(size())
+
+
+def _ranks_of(group: Any, size: int, world: World) -> list[int]:
+    """Return the world ranks of the members of a process group or a communicator."""
+    if not hasattr(group, "Get_group"):
+        return list(torch.distributed.get_process_group_ranks(group))
+    everybody = world.group.communicator
+    if not hasattr(everybody, "Get_group"):
+        allowed = f"a group of asyncdist or torch with the transport {world.transport_name!r}"
+        validation.refuse("group", group, allowed)
+    members = group.Get_group()
+    ranks: list[int] = type(members).Translate_ranks(members, range(size), everybody.Get_group())
+    return list(ranks)

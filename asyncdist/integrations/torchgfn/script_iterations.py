@@ -1,7 +1,6 @@
 """Adapts a policy to torchgfn's scripts, which call it with their own iteration numbers.
 
 A script's numbers may restart in each epoch and may skip iterations. The policy's iteration only increases.
-:class:`ScriptIterations` translates the numbers. :class:`PortedCalls` checks the arguments and does the step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ CallResult: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
 
 @dataclass(slots=True)
 class ScriptIterations:
-    """Translates a script's iteration numbers into iterations of the policy.
+    """Steps a policy, and translates a script's iteration numbers into iterations of the policy.
 
     An average is due at number i if (i + 1) % ``average_every`` == 0.
 
@@ -38,8 +37,9 @@ class ScriptIterations:
 
     def translate(self, number: int, iteration: int) -> tuple[int, bool]:
         """Return the policy's iteration (>= ``iteration``) for the script's ``number``, and whether to average."""
-        if self.epoch_start is None:
-            return self._translate_first(number, iteration)
+        if self.epoch_start is None:  # the iteration of a resumed policy begins above 0
+            self.epoch_start = max(0, iteration - number)
+            return self.epoch_start + number, (number + 1) % self.average_every == 0
         every, expected = self.average_every, iteration - self.epoch_start
         if 0 < number == expected - 1:  # The script has repeated its last number. A repeated 0 begins a new epoch.
             self.epoch_start += 1
@@ -52,21 +52,9 @@ class ScriptIterations:
             self.short_count, is_overdue = 0, True
         return iteration + number - expected, is_overdue or (number + 1) % every == 0
 
-    def _translate_first(self, number: int, iteration: int) -> tuple[int, bool]:
-        """Implement :meth:`translate` for the first call. The iteration of a resumed policy begins above 0."""
-        self.epoch_start = max(0, iteration - number)
-        return self.epoch_start + number, (number + 1) % self.average_every == 0
-
-
-class PortedCalls:
-    """Steps one policy, with the arguments and return values of torchgfn's policies."""
-
-    def __init__(self, policy: SpawnPolicy) -> None:
-        self._policy = policy
-        self._numbers = ScriptIterations(policy.average_every)
-
     async def step(
         self,
+        policy: SpawnPolicy,
         iteration: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -75,7 +63,6 @@ class PortedCalls:
         expose_params: bool | None,
     ) -> CallResult:
         """Do one policy step, with the arguments of :meth:`protocols.ported.Ported.__call__`."""
-        policy = self._policy
         if model is not policy.model or optimizer is not policy.optimizer:
             raise ValueError(
                 "model and optimizer must be the objects for which this policy was made, because it changes their "
@@ -85,12 +72,12 @@ class PortedCalls:
             validation.refuse("group", group, "None or the group that was passed to the policy's constructor")
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None or True")
-        if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
+        if type(iteration) is int and iteration == policy.iteration and self.epoch_start == 0:
             # If the script numbers its iterations as the policy does, no translation is needed. This path is faster.
             return model, optimizer, fields_of(await policy._guarded_step(local_metric))
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:
             iteration = validation.count("iteration", iteration, least=0)
-        own_iteration, is_due = self._numbers.translate(iteration, policy.iteration)
+        own_iteration, is_due = self.translate(iteration, policy.iteration)
         info = await policy.step_at(own_iteration, local_metric, is_due=is_due)
         return model, optimizer, fields_of(info)

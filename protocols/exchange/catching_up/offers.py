@@ -47,15 +47,8 @@ class Offers:
         """Offer the bytes of ``memory`` to ``receiver``. The caller must not change them afterwards."""
         key, self._last = (number, label), max(self._last, number)
         if key not in self._offered:
-            offer = self._server.offer(
-                number,
-                as_buffers(memory),
-                lambda _: None,
-                mean_of=label,
-                ends_earlier=False,
-                chunk_count=self._chunk_count,
-            )
-            self._offered[key] = offer, set()
+            offer = Offer(number, as_buffers(memory), lambda _: None, mean_of=label, chunk_count=self._chunk_count)
+            self._offered[key] = self._server.offer(offer, ends_earlier=False), set()
         self._offered[key][1].add(receiver)
 
     def note_taken(self, receiver: int, number: int | None = None) -> None:

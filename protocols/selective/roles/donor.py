@@ -116,7 +116,7 @@ class Donor:
         """Let the receiving ranks of ``round`` request the copy that :meth:`keep` has stored."""
         copy, self._kept = self._kept, None
         assert copy is not None, f"round {round} has no snapshot to give"
-        self.offer = self._server.offer(round, copy.snapshot, self._resources.own.snapshots.release)
+        self.offer = self._server.offer(Offer(round, copy.snapshot, self._resources.own.snapshots.release))
         self.snapshot_count += 1
         self._resources.own.note_time("snapshot", self._services.time() - copy.began_at)
 

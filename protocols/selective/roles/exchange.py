@@ -32,7 +32,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
 from asyncdist.protocols.joining.state_transfer import StateTransfer, state_nbytes_max, unpacked
 from asyncdist.protocols.own_state import NewWeights
-from asyncdist.protocols.parameter_stream.neighbours import PartReading
+from asyncdist.protocols.parameter_stream.neighbours import Reading
 from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.protocols.parameter_stream.receiver import SnapshotReceiver, ask_for_part, cancel_stream
 from asyncdist.protocols.parameter_stream.server import SnapshotServer
@@ -74,7 +74,7 @@ class MeanReceiver:
         self._own = replacer.reducer
         self._relay = replacer.relay
         self._round = round
-        self._streams: dict[int, InboundStream | PartReading] = {}  # by reducer: stream of its part
+        self._streams: dict[int, InboundStream | Reading] = {}  # by reducer: stream of its part
         self._from_donors: SnapshotReceiver | None = None  # receives a failed reducer's part from the donors
         self.donor = reducers[0]
         self.received_nbytes = self.read_nbytes = self.reasked_count = 0
@@ -165,7 +165,7 @@ class MeanReceiver:
         if stream is not None:
             await stream.whole(deadline=deadline)
             self.received_nbytes += stream.received_nbytes
-            self.read_nbytes += stream.received_nbytes if isinstance(stream, PartReading) else 0
+            self.read_nbytes += stream.received_nbytes if isinstance(stream, Reading) else 0
             self._finish(reducer)
         return stream is not None
 

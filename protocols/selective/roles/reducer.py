@@ -20,7 +20,7 @@ from asyncdist import AsyncdistError, RankLostError, RemoteProtocolError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream
 from asyncdist.protocols.parameter_stream.messages import part_chunk_nbytes, stream_nbytes
-from asyncdist.protocols.parameter_stream.neighbours import PartReading
+from asyncdist.protocols.parameter_stream.neighbours import Reading
 from asyncdist.protocols.parameter_stream.parts import Part, PartBuffers, PartPool, new_part
 from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
@@ -63,9 +63,8 @@ class Relay:
             return
         self._fetched.remove(part)
         accumulator.hold()
-        self._offers.append(
-            self._server.offer(round, part.of(accumulator.buffers), lambda _: accumulator.release(), mean_of=part)
-        )
+        offer = Offer(round, part.of(accumulator.buffers), lambda _: accumulator.release(), mean_of=part)
+        self._offers.append(self._server.offer(offer))
         self.shared_count += 1
 
     def refuse_rest(self, round: int) -> None:
@@ -88,7 +87,7 @@ class _Sum:
     assign: Assign
     part: Part
     buffers: PartBuffers
-    asked: dict[int, InboundStream | PartReading] = field(default_factory=dict)
+    asked: dict[int, InboundStream | Reading] = field(default_factory=dict)
     given: dict[int, FlatBuffers] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     offer: Offer | None = None
@@ -155,9 +154,8 @@ class Reducer:
 
     async def _add_up(self, state: _Sum, frozen: Frozen) -> None:
         server, buffers = self._server, state.buffers
-        offer = state.offer = server.offer(
-            state.round, buffers.mean, lambda _: self._release(), mean_of=state.part, ready_count=0
-        )
+        made = Offer(state.round, buffers.mean, lambda _: self._release(), mean_of=state.part, ready_count=0)
+        offer = state.offer = server.offer(made)
         try:
             if await self._make(state, frozen, offer):
                 state.mean = buffers.mean
@@ -209,7 +207,7 @@ class Reducer:
         if donor not in state.given:
             raise RankLostError(f"rank {donor} could not be asked for its part of the weights", rank=donor)
         stream = state.asked.get(donor)
-        if isinstance(stream, PartReading):
+        if isinstance(stream, Reading):
             await stream.whole()
         return state.given[donor]
 
@@ -238,7 +236,7 @@ class Reducer:
         stream = state.asked.pop(donor, None)
         if stream is not None:
             self.received_nbytes += stream.received_nbytes
-            self.read_nbytes += stream.received_nbytes if isinstance(stream, PartReading) else 0
+            self.read_nbytes += stream.received_nbytes if isinstance(stream, Reading) else 0
             channel = self._server.channel
             stream.finish(lambda stream: cancel_stream(self._services, channel, stream, state.round))
 
