@@ -36,7 +36,7 @@ from asyncdist.protocols.one_sided.selection import (
 )
 from asyncdist.protocols.one_sided.statistics import OneSidedStatistics
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, MeasuredOptions, OneSidedOptions
-from asyncdist.protocols.ported import PortedOneSided
+from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.step_info import StepInfo
 
 logger = logging.getLogger("protocols.one_sided.policy")
@@ -45,7 +45,7 @@ _NEVER: Final = 1 << 62
 
 
 @with_options(OneSidedOptions, CommonOptions, OneSidedRules, AveragingOptions, ReadOptions)
-class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
+class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, Ported):
     """Selective averaging without a coordinator, after torchgfn's one-sided policies.
 
     Each rank publishes a snapshot of its weights and its metric every ``average_every`` steps. A rank decides by its
@@ -117,6 +117,17 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             timing=dict(self._durations),
             title=self._journal.title(),
         )
+
+    def print_stats(self) -> None:
+        """Print this member's counts as a table."""
+        self._print(self.statistics().format_counts())
+
+    def print_time(self) -> None:
+        """Print a table of this member's seconds of taking snapshots, reading them and applying averages."""
+        self._print(self.statistics().format_times())
+
+    def _print(self, table: str) -> None:
+        print(f"{self._journal.title()}\n{table}", flush=True)
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
