@@ -159,16 +159,6 @@ def listed(options: list[Field[Any]]) -> str:
     return "\n".join(lines)
 
 
-def in_markdown(options: list[Field[Any]]) -> str:
-    """Return the options as a Markdown list, for the docs."""
-    lines = []
-    for each in options:
-        default = "required" if each.default is MISSING else f"default `{_shown(each)}`".replace("'", '"')
-        text = f"- `{each.name}` ({default}): {each.metadata[_DOC]}"
-        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines)
-
-
 def _shown(each: Field[Any]) -> str:
     return each.metadata["shown"] or repr(each.default)
 

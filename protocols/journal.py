@@ -66,7 +66,6 @@ class Journal:
         self._events: EventLog | None = None
         self._part: Journal | None = None
         self._whole: Journal | None = None  # journal of the policy that contains this policy
-        self._is_numbered = False  # whether a contained policy has set this policy's number
 
     def include(self, part: Journal) -> None:
         """Report the actions of a contained policy as actions of this policy."""
@@ -82,11 +81,9 @@ class Journal:
         self._events, self._rank, self._group = services.events, services.rank, min(ranks)
         if self._whole is not None:
             self._whole._number = self._number = services.events.number_policy()
-            self._whole._is_numbered = True
             return
-        if not self._is_numbered:
+        if self._number < 0:  # otherwise, a contained policy has numbered this policy
             self._number = services.events.number_policy()
-        self._is_numbered = False
         # average_every may be sys.maxsize, for "never"
         self.add("policy", class_name, self._name, min(average_every, COUNT_MAX), nbytes, len(ranks))
         if self._joined is not None:

@@ -82,6 +82,7 @@ class OwnState:
     """Checks and replaces the state of one rank's model and optimizer, and reports replacements to the user.
 
     Attributes:
+        flat: The model as flat tensors.
         snapshots: Memory for copies of the model.
         events: Passes events to the user's callback.
 
@@ -90,7 +91,7 @@ class OwnState:
     """
 
     def __init__(self, flat: FlatState, weights: OptimizerWeights, options: AveragingOptions) -> None:
-        self._flat = flat
+        self.flat = flat
         self._weights = weights
         self._momentum = float(options.momentum)
         self._resets_optimizer = options.resets_optimizer
@@ -109,7 +110,7 @@ class OwnState:
 
     def begin(self) -> None:
         """Record, at the policy's start, which infinite values belong to the model, such as in masks."""
-        self._infinities = KnownInfinities(self._flat)
+        self._infinities = KnownInfinities(self.flat)
 
     def can_be_sent(self, snapshot: FlatBuffers) -> bool:
         """Return whether a snapshot may be sent to other ranks, i.e. has no unexpected NaN or infinity.
@@ -184,7 +185,7 @@ class OwnState:
         """Pass :class:`AverageApplied`, with this rank's new state, to the user's ``on_event`` callback."""
         on_event = self.events.deliver_now if self.events.has_callback else None
         announce_average(
-            on_event, self._flat, self.snapshots, iteration, info, new.weights, best=new.best, versions=new.versions
+            on_event, self.flat, self.snapshots, iteration, info, new.weights, best=new.best, versions=new.versions
         )
 
     def note_time(self, name: str, duration_s: float) -> None:
@@ -198,7 +199,7 @@ class OwnState:
         If ``has_new_state``, the optimizer's state was already replaced, and belongs to the weights.
         """
         with self._weights.following(has_new_state=has_new_state):
-            self._flat.load(buffers, momentum=momentum)
+            self.flat.load(buffers, momentum=momentum)
 
     def _take_fresh(self) -> None:
         """Replace the weights with those of a new model from ``model_builder``."""
@@ -211,8 +212,8 @@ class OwnState:
     def _build(self, model_builder: ModelBuilder) -> FlatState:
         built = model_builder()
         model = built[0] if isinstance(built, tuple) else built
-        fresh = FlatState(model, trained_only=self._flat.trained_only)
-        difference = first_difference(self._flat.fingerprint, fresh.fingerprint)
+        fresh = FlatState(model, trained_only=self.flat.trained_only)
+        difference = first_difference(self.flat.fingerprint, fresh.fingerprint)
         if difference is not None:
             raise ValueError(
                 f"model_builder must return a model with the same layout as the policy's model (here), but {difference}"

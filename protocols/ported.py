@@ -5,7 +5,6 @@ See :mod:`asyncdist.integrations.torchgfn.script_iterations` for the implementat
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from torch import nn
 
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
-from asyncdist.protocols.one_sided.statistics import OneSidedStatistics
 from asyncdist.protocols.policy import SpawnPolicy
 
 if TYPE_CHECKING:
@@ -63,22 +61,3 @@ class Ported(SpawnPolicy):
         if self._first_call is None:
             self.note_call(line_of_caller())
         return self._numbers.step(self, iteration, model, optimizer, local_metric, group, expose_params)
-
-
-class PortedOneSided(Ported):
-    """Base class of one-sided policies that print statistics like torchgfn's policies."""
-
-    @abc.abstractmethod
-    def statistics(self) -> OneSidedStatistics:
-        """Return this member's counts and durations."""
-
-    def print_stats(self) -> None:
-        """Print this member's counts as a table."""
-        self._print(self.statistics().format_counts())
-
-    def print_time(self) -> None:
-        """Print a table of this member's seconds of taking snapshots, reading them and applying averages."""
-        self._print(self.statistics().format_times())
-
-    def _print(self, table: str) -> None:
-        print(f"{self._journal.title()}\n{table}", flush=True)

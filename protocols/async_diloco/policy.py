@@ -139,7 +139,6 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         self._is_divided_anew = False  # whether the loaded checkpoint is of other islands
         self._global_store: MemberStore  # this rank's global anchor and its island's contribution; only with islands
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
-        self._admission: Admission | None = None
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
         self._progress = Progress(self.average_every)
         self._step_tokens = StepTokens(own.weights)
@@ -268,9 +267,6 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             admission.close()
 
     # -- joining a running policy -----------------------------------------------------------------------------------
-
-    def _opened_admission(self) -> Admission:
-        return self._opened()[1]
 
     def _begin_joined(self) -> None:
         self._opened()[0].begin_joined()

@@ -29,7 +29,6 @@ from asyncdist.protocols.exchange.replicas.follower_links import (
     rejoined_follower_links,
 )
 from asyncdist.protocols.exchange.replicas.group import Readiness
-from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.policy import NO_POLICY, REFUSED
 from asyncdist.protocols.joining.state_transfer import cloned, copied, packed, unpacked
 from asyncdist.protocols.wrappers import check_replica_group
@@ -44,7 +43,6 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
 
     _own_options: AsyncDiLoCoOptions
     _known_infinities: KnownInfinities
-    _admission: Admission | None
     _links: FollowerLinks | None = None  # None unless replicas have several ranks
     _is_first = True  # whether this rank is the first, or the only, rank of its replica, and contributes for it
     _is_compared = False  # whether the replica's ranks are known to have equal weights
@@ -200,6 +198,3 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
             }
         )
         return await links.collect_bytes(new_memory(0) if own is None else own)
-
-    def _is_asked(self) -> bool:
-        return self._admission is not None and self._admission.is_asked

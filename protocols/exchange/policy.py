@@ -103,7 +103,6 @@ class ExchangePolicy(ReplicatedPolicy):
         self._known_infinities: KnownInfinities
         self._saved: Mapping[str, Any] | None = None  # kept until a start succeeds: one that fails may be repeated
         self._exchange: Exchange | None = None  # None before the start or if this rank is alone
-        self._admission: Admission | None = None
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
         self._found_finite_at = self._recovered_at = -1  # last steps that found finite weights, or replaced bad ones
@@ -284,9 +283,6 @@ class ExchangePolicy(ReplicatedPolicy):
             await self._free_replica()
 
     # -- joining a running policy -----------------------------------------------------------------------------------
-
-    def _opened_admission(self) -> Admission:
-        return self._opened()[1]
 
     def _begin_joined(self) -> None:
         in_flight = self._pending_rounds.in_flight.values()

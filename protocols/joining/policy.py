@@ -36,6 +36,7 @@ class JoinablePolicy(SpawnPolicy):
     takes_metric: ClassVar[bool] = False
     admits_restarted = True
     _replicas: Replicas = SINGLE
+    _admission: Admission | None = None  # None before the policy opens
     #: Names of the agreed values that change while the policy runs. A restarted rank may have other values for these
     #: names.
     progress_names: ClassVar[tuple[str, ...]] = ()
@@ -46,9 +47,10 @@ class JoinablePolicy(SpawnPolicy):
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         """Open the policy's mechanism, such as an exchange, and create the admission with :meth:`_new_admission`."""
 
-    @abc.abstractmethod
     def _opened_admission(self) -> Admission:
         """Return the admission that :meth:`_open` has created."""
+        assert self._admission is not None, "the policy has not opened"
+        return self._admission
 
     def _member_ranks(self) -> tuple[int, ...]:
         """Return the ranks that become members of the policy; by default, all ranks that start it."""

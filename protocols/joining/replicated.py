@@ -98,7 +98,7 @@ class ReplicatedPolicy(JoinablePolicy):
 
     def _is_asked(self) -> bool:
         """Return whether this rank leads the policy, and can now admit a restarted replica that waits."""
-        return self._opened_admission().is_asked
+        return self._admission is not None and self._admission.is_asked
 
     async def _agree_in_replica(self, replica: ReplicaGroup, own: Readiness) -> Readiness:
         """Return the joint report of the replica's ranks, and record whether the leader among them admits a replica."""

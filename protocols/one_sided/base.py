@@ -26,7 +26,6 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.one_sided import StreamedWindow, VersionedWindow, maps_windows, open_versioned_window
 from asyncdist.messaging import wire
 from asyncdist.messaging.streams import CHUNK_NBYTES
-from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.joining.scopes import PolicyScopes
@@ -83,7 +82,6 @@ class OneSidedPolicy(JoinablePolicy):
         self._reader: DonorReader
         self._exposure: VersionedWindow | None = None
         self._membership: Membership | None = None
-        self._admission: Admission | None = None
         self._is_publishing = False
         self._own_metric: float | None = None
         self._replacement: Replacement | None = None
@@ -190,10 +188,6 @@ class OneSidedPolicy(JoinablePolicy):
             others, window, self._packing, self._flat, self._counts, chunk_nbytes=self._chunk_nbytes
         )
         self._services.leftover_probes.append(self._leftovers)
-
-    def _opened_admission(self) -> Admission:
-        assert self._admission is not None, "the policy has not opened"
-        return self._admission
 
     def _whole_state(self) -> dict[str, Any]:
         state = super()._whole_state()

@@ -30,7 +30,7 @@ from asyncdist.protocols.one_sided.reader import Replacement, UnreadableError
 from asyncdist.protocols.one_sided.selection import OneSidedRules, ReadOptions
 from asyncdist.protocols.one_sided.statistics import OneSidedStatistics
 from asyncdist.protocols.options import AveragingOptions, CommonOptions, MeasuredOptions, OneSidedOptions
-from asyncdist.protocols.ported import PortedOneSided
+from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.step_info import StepInfo
 
 logger = logging.getLogger("protocols.one_sided.policy")
@@ -39,7 +39,7 @@ _NEVER: Final = 1 << 62
 
 
 @with_options(OneSidedOptions, CommonOptions, OneSidedRules, AveragingOptions, ReadOptions)
-class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
+class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, Ported):
     """Selective averaging without a coordinator, after torchgfn's one-sided policies.
 
     Each rank publishes a snapshot of its weights and its metric every ``average_every`` steps. A rank decides by its
@@ -105,6 +105,17 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, PortedOneSided):
             nonfinite_metric_count=self._counts["nonfinite"],
             **self._common_statistics(),
         )
+
+    def print_stats(self) -> None:
+        """Print this member's counts as a table."""
+        self._print(self.statistics().format_counts())
+
+    def print_time(self) -> None:
+        """Print a table of this member's seconds of taking snapshots, reading them and applying averages."""
+        self._print(self.statistics().format_times())
+
+    def _print(self, table: str) -> None:
+        print(f"{self._journal.title()}\n{table}", flush=True)
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 

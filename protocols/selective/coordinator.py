@@ -71,10 +71,8 @@ class Coordinator:
     ) -> None:
         self._services = services
         self._journal = journal or Journal("")
-        self._last_recorded: tuple[type, int] = (
-            type(None),
-            0,
-        )  # type and round of the last message recorded in the journal
+        # Type and round of the last message recorded in the journal.
+        self._last_recorded: tuple[type, int] = type(None), 0
         self._migration = migration
         self._metric_mode = rules.metric_mode
         self._scopes = scopes

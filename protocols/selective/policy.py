@@ -142,8 +142,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._limit = "threshold", self._rules.threshold
         self._own = OwnState(self._flat, self._weights, self._averaging)
         self._events = self._own.events
-        memory = ExchangeBuffers(self._flat), PartPool(self._flat)
-        self._resources = RoleResources(self._flat, self._own, *memory, self)
+        self._resources = RoleResources(self._own, ExchangeBuffers(self._flat), PartPool(self._flat), self)
         self._member = RoundMember()
         self._island: Island | None = None
         self._visits: Visits | None = None  # None without islands or before the policy opens

@@ -178,9 +178,8 @@ class SelectiveStatistics:
 
     def __str__(self) -> str:
         """Return a table of the counts."""
-        rows: list[tuple[str, object]] = [(_LABELS[name], getattr(self, name)) for name in _ALWAYS]
-        others = {label: self._shown(name) for name, label in _LABELS.items() if name not in _ALWAYS}
-        rows += [(label, value) for label, value in others.items() if value]
+        shown = [(name, label, self._shown(name)) for name, label in _LABELS.items()]
+        rows = [(label, value) for name, label, value in shown if value or name in _ALWAYS]
         rows += [(f"abandoned: {reason}", count) for reason, count in sorted(self.abandoned.items())]
         rows += [(f"declined: {reason}", count) for reason, count in sorted(self.declined.items())]
         if self.coordinator_rank is not None:

@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import inspect
 import re
+import textwrap
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,22 @@ from protocols import (
     ReplicaAveragingPolicy,
     SpawnPolicy,
 )
-from protocols.declared import GROUPS, Options, by_group, declared, in_markdown, one_of
+from protocols.declared import GROUPS, Options, by_group, declared, one_of
 from protocols.exchange.options import ExchangeOptions
 from protocols.population_training.hyperparameters import Space, Value
 
 ROOT = Path(__file__).parents[2]
+
+
+def in_markdown(options: list[Field[Any]]) -> str:
+    """Return the options as the Markdown list that the docs contain."""
+    lines = []
+    for each in options:
+        shown = each.metadata["shown"] or repr(each.default)
+        default = "required" if each.default is MISSING else f"default `{shown}`".replace("'", '"')
+        text = f"- `{each.name}` ({default}): {each.metadata['doc']}"
+        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

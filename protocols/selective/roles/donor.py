@@ -81,7 +81,7 @@ class Donor:
         with_state = with_state or (self._resources.adopter is not None and self._states is not None)
         state_safe_points = self._offer_state(round) if with_state else 0
         try:
-            under_way = self._resources.flat.start_snapshot(snapshot)
+            under_way = self._resources.own.flat.start_snapshot(snapshot)
         except ValueError:
             self._offer_nothing(round, snapshot)
             raise

@@ -402,7 +402,7 @@ class Replacer:
             AsyncdistError, TimeoutError: As :meth:`StateTransfer.take` does, or the state is not valid.
         """
         assert self._states is not None, "a rank without a state transfer receives no state"
-        limit = state_nbytes_max(self.resources.flat.nbytes)
+        limit = state_nbytes_max(self.resources.own.flat.nbytes)
         state = await self._states.take(donor, exchange.round, nbytes_max=limit, deadline=lambda: exchange.deadline)
         return unpacked(state), state.numel()
 

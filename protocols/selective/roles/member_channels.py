@@ -37,15 +37,12 @@ class MemberChannels:
         )
         self.server = SnapshotServer(services, scopes.to_members)
 
-    def report(self, report: Report, coordinator: int) -> bool:
-        """Send a report to the coordinator. Return False if it is dropped because the channel is full."""
+    def report(self, report: Report, coordinator: int) -> None:
+        """Send a report to the coordinator, or drop it if the coordinator is lost or the channel is full."""
         try:
             self._reports.send_nowait(report, coordinator)
-        except RankLostError as error:  # the Leadership object handles the loss
-            logger.debug("the coordinator is lost, so a report is dropped: %s", error)
-        except BusyError:
-            return False
-        return True
+        except (RankLostError, BusyError) as error:  # the Leadership object handles a loss
+            logger.debug("a report is dropped: %s", error)
 
     def send_to_coordinator(self, message: ControlMessage, coordinator: int, round: int) -> None:
         """Send the coordinator a message about an averaging round, or drop the message if the job has failed."""

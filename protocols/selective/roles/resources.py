@@ -74,7 +74,6 @@ class RoleResources:
         adopter: Adopts a donor's optimizer and policy state on a replacer. None if replacers receive only weights.
     """
 
-    flat: FlatState
     own: OwnState
     buffers: ExchangeBuffers
     parts: PartPool
