@@ -144,7 +144,7 @@ class _Lookahead(weight_keepers.Lookahead):
 
 def _groups(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     first, *others = model.parameters()
-    groups = [{"params": [first]}, {"params": others, "lr": lr / 2, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": others, "lr": lr / 2, "weight_decay": 0.0}]
     return torch.optim.AdamW([each for each in groups if each["params"]], lr=lr)
 
 
@@ -196,7 +196,7 @@ def take_step(model: nn.Module, optimizer: Any, data: int, step: int, *, moves_b
         return torch.tensor(1.0 / (1 + step))
 
     if isinstance(optimizer, torch.optim.LBFGS):
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
     else:
         closure()
         optimizer.step()
@@ -223,7 +223,22 @@ def _norms(modules: Iterable[nn.Module]) -> list[Any]:
 
 @functools.cache
 def can_train(model: str, optimizer: str) -> bool:
-    """Return whether torch can train the model with the optimizer, and all values stay finite."""
+    """Return whether torch can train the model with the optimizer, and all values stay finite.
+
+    Copies in float32 neither fit wider weights, nor can a policy recognise the copy of a single number. Second moments
+    in float16 may become 0.
+    """
+    if model == "float16" and optimizer not in (
+        "SGD",
+        "momentum",
+        "masters",
+        "flat master",
+        "other state",
+        "lookahead",
+    ):
+        return False
+    if "master" in optimizer and model in ("float64", "complex", "mixed", "scalar"):
+        return False
     try:
         made = MODELS[model](0)
         trainer = OPTIMIZERS[optimizer](made, 0.05)

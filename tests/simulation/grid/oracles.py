@@ -12,25 +12,41 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from support.odd_tensors import same
 
 import asyncdist as ad
 from asyncdist.errors import is_consequence
 from asyncdist.simulation import Fault, Join, Kill, Partition, Restart, SlowRank, Stall
 from simulation.grid.axes import COMMON, DEFAULT, Case, axes_of
 from simulation.grid.models import MODELS, can_train
-from simulation.grid.training import END, Job, Outcome, Trace, Trainee, differing, heard_warnings, is_finite, run, same_bits
+from simulation.grid.training import (
+    END,
+    LOSING,
+    Job,
+    Outcome,
+    Trace,
+    Trainee,
+    differing,
+    heard_warnings,
+    is_finite,
+    run,
+)
 
 EXACT_STARTS: Final = frozenset(("anew", "resumed", "resumed twice"))
 SPOILING: Final = frozenset(("weights not finite", "moments not finite"))
-LOSING: Final = frozenset(("killed last", "killed first", "restarted", "joined"))
 #: Events that must not change the weights of a policy whose results do not depend on timing.
 NEUTRAL: Final = frozenset(
-    ("nothing", "resumed in memory", "stalled", "parted", "one is slow", "wrong call", "settled", "anchors shown")
-    + ("policies side by side",)
+    (
+        *("nothing", "resumed in memory", "stalled", "parted", "one is slow"),
+        *("wrong call", "settled", "anchors shown", "policies side by side"),
+    )
 )
 #: Warnings that are expected, with the condition.
 EXPECTED: Final[tuple[tuple[str, Any], ...]] = (
-    ("this rank is now the coordinator", lambda job: job.faults or job.event in ("one ends early", "error between steps")),
+    (
+        "this rank is now the coordinator",
+        lambda job: job.faults or job.event in ("one ends early", "error between steps"),
+    ),
     ("are one replica, so nothing is averaged", lambda job: job.case.replica_size > 1),
     ("ranks? begins? as cop(y|ies) of", lambda job: job.case["start"] == "resumed on more"),
     ("wire='topk' without error_feedback", lambda job: job.case["wire"] in ("topk", "TopK")),
@@ -96,7 +112,7 @@ def changes_nothing(case: Case) -> bool:
 
 def loses_digits(case: Case) -> bool:
     """Return whether a checkpoint lacks digits of weights that the optimizer keeps outside its ``state_dict``."""
-    return case["optimizer"] == "flat master" and case["model"] in ("bfloat16", "float16", "mixed", "float64")
+    return case["optimizer"] == "flat master" and case["model"] in ("bfloat16", "float16")
 
 
 def keeps_sums(case: Case) -> bool:
@@ -205,10 +221,10 @@ def checked(outcome: Outcome) -> Outcome:
         raise (causes or unexplained)[0]
     for text in outcome.warnings:
         assert is_expected(text, outcome), f"unexpected warning: {text}"
-    ended = [trace for trace in outcome.traces if trace.end]
-    for trace in ended:
+    traces = [trace for trace in outcome.traces if trace.end]
+    for trace in traces:
         check_hull(trace, outcome)
-    check_equal(ended, case, job)
+    check_equal(traces, case, job)
     return outcome
 
 
@@ -329,7 +345,7 @@ def check_same(one: Outcome, two: Outcome, why: str) -> None:
             wrong = [name for name in differing(trace.end, other.end) if name != "own"]
             assert not wrong, f"{why}: {wrong} of rank {rank} end with other bits"
             assert len(trace.moments) == len(other.moments), f"{why}: the optimizers have other tensors"
-            assert all(map(same_bits, trace.moments, other.moments)), f"{why}: a moment ends with other bits"
+            assert all(map(same, trace.moments, other.moments)), f"{why}: a moment ends with other bits"
 
 
 # -- one case ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
 from typing import Any
 
@@ -12,9 +13,10 @@ from support.seeds import seeds
 
 from asyncdist.functional.checkpoints import population_loading
 from protocols import AverageAllPolicy, StepInfo
+from simulation.grid import search
 from simulation.grid.axes import DEFAULT, LEFT_OUT, OPTIONS, Case, axes_of, exported, kind_of
 from simulation.grid.cover import all_pairs, cover, drawn, pairs_of
-from simulation.grid.oracles import check, refusal_of
+from simulation.grid.oracles import check
 
 
 def test_each_exported_policy_and_option_is_on_an_axis() -> None:
@@ -42,24 +44,18 @@ def test_a_cover_contains_all_pairs_that_are_allowed() -> None:
 
 def test_a_shown_case_can_be_made_again() -> None:
     case = drawn("DiLoCoPolicy", random.Random(3))
-    assert eval(str(case)) == case  # noqa: S307 that is what it is for
+    assert eval(str(case)) == case
 
 
-@pytest.mark.parametrize("seed", seeds(24))
+@pytest.mark.parametrize("seed", seeds(12))
 @pytest.mark.parametrize("policy", exported())
 def test_seeds(policy: str, seed: int) -> None:
     check(drawn(policy, random.Random(f"{policy} {seed}")))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("policy", exported())
-def test_all_pairs(policy: str) -> None:
-    for case in cover(policy, lambda case: not refusal_of(case), seed=0):
-        try:
-            check(case)
-        except BaseException as error:
-            error.add_note(str(case))
-            raise
+def test_a_search_tries_each_policy_in_turn() -> None:
+    found = list(itertools.islice(search.cases(1), len(OPTIONS)))
+    assert [case.policy for case in found] == exported()
 
 
 def test_a_step_that_changes_weights_secretly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
+from support.odd_tensors import same
 from torch import Tensor, nn
 
 import asyncdist as ad
@@ -29,6 +30,11 @@ from simulation.grid.models import MODELS, OPTIMIZERS, take_step
 #: A training that yields awaitables, and what blocking calls have returned.
 Training: TypeAlias = Generator[Any, Any, "Trace"]
 END: Final = 13
+#: Iteration from which the learning rate is 0 in cases that are called so, and optimizers that move weights then.
+ENDS_AT: Final = 7
+MOVING_AFTERWARDS: Final = ("Rprop", "ASGD", "lookahead", "schedule-free")
+#: Events in which a rank is lost.
+LOSING: Final = ("killed last", "killed first", "restarted", "joined")
 #: Virtual seconds that no job takes.
 LIMIT_S: Final = 3000.0
 
@@ -98,23 +104,18 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
-def same_bits(one: Tensor, two: Tensor) -> bool:
-    """Return whether dtype, shape and bits are equal."""
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    return bool(torch.equal(one.contiguous().reshape(-1).view(torch.uint8), two.contiguous().reshape(-1).view(torch.uint8)))
-
-
 def differing(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
     """Return the names of the entries whose bits differ."""
-    return [name for name, tensor in one.items() if not same_bits(tensor, two[name])]
+    return [name for name, tensor in one.items() if not same(tensor, two[name])]
 
 
 def moments_of(optimizer: Any) -> list[dict[str, Tensor]]:
     """Return a copy of the tensors of the optimizer's state, by parameter."""
     params = [each for group in optimizer.param_groups for each in group["params"]]
     states = [optimizer.state.get(each, {}) for each in params]
-    return [{key: value.detach().clone() for key, value in each.items() if isinstance(value, Tensor)} for each in states]
+    return [
+        {key: value.detach().clone() for key, value in each.items() if isinstance(value, Tensor)} for each in states
+    ]
 
 
 class Trainee:
@@ -125,7 +126,6 @@ class Trainee:
         self.case, self.replica = case, replica
         self.model = MODELS[case["model"]](first)
         self.lr = 0.0 if case["lr"] == "zero" else 0.05
-        self.is_still = self.lr == 0
         self.optimizer: Any = OPTIMIZERS[case["optimizer"]](self.model, self.lr)
         self.group, self.name, self.way = is_group, name, way
         self.policy = self.new_policy()
@@ -156,11 +156,26 @@ class Trainee:
             found["loss" if self.case["metric_mode"] == "min" else "score"] = value
         return found
 
+    def train_checked(self, step: int, *, check: bool) -> None:
+        """Train; with a learning rate of 0, an optimizer that moves weights has kept others than the model's."""
+        ends = self.case["lr"] == "ends" and step >= ENDS_AT and self.case.policy != "PopulationTrainingPolicy"
+        for group in self.optimizer.param_groups if ends else ():
+            group["lr"] = group["lr"] * 0
+        is_still = all(float(group["lr"]) == 0 for group in self.optimizer.param_groups)
+        if not check or not is_still or self.case["optimizer"] in (MOVING_AFTERWARDS if ends else ("Rprop",)):
+            return self.train(step)
+        before = state_of(self.model)
+        self.train(step)
+        after = state_of(self.model)
+        moved = [name for name in differing(before, after) if name[:5] != "norm." and is_finite([after[name]])]
+        assert not moved, f"the optimizer moves {moved} with a learning rate of 0: it keeps old weights"
+        return None
+
     def train(self, step: int) -> None:
         """Make one training step, unless the policy makes it."""
         if self.case.policy == "EvolutionStrategyPolicy":
             return
-        take_step(self.model, self.optimizer, self.replica, step, moves_buffers=not self.is_still)
+        take_step(self.model, self.optimizer, self.replica, step, moves_buffers=self.lr > 0)
 
 
 def spoil(trainee: Trainee, event: str) -> None:
@@ -176,7 +191,8 @@ def spoil(trainee: Trainee, event: str) -> None:
 
 
 def _floating(state: dict[str, Any]) -> list[Tensor]:
-    return [each for each in state.values() if isinstance(each, Tensor) and each.is_floating_point() and each.dim() and each.numel()]
+    tensors = [each for each in state.values() if isinstance(each, Tensor) and each.is_floating_point()]
+    return [each for each in tensors if each.dim() and each.numel()]
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
@@ -190,12 +206,12 @@ def check_step(trainee: Trainee, before: Any, info: StepInfo) -> None:
     case, after = trainee.case, state_of(trainee.model)
     changed = differing(state, after)
     assert info or not changed, f"a step that reports no average has changed {changed}: {info!r}"
-    kept = [name for name, buffer in trainee.model.named_buffers() if name == "own" for _ in [buffer]]
+    kept = ["own"]
     if case["parameters"] == "trainable":
         kept += [name for name, each in trainee.model.named_parameters() if not each.requires_grad]
     assert not set(kept) & set(changed), f"a step has changed {set(kept) & set(changed)}"
     for parameter, grad in zip(trainee.model.parameters(), grads, strict=True):
-        is_same = parameter.grad is None if grad is None else parameter.grad is not None and same_bits(parameter.grad, grad)
+        is_same = parameter.grad is None if grad is None else parameter.grad is not None and same(parameter.grad, grad)
         assert is_same, "a step has changed a gradient"
     if not info:
         return
@@ -205,6 +221,7 @@ def check_step(trainee: Trainee, before: Any, info: StepInfo) -> None:
         is_known = bool(old) and is_finite((*old.values(), *state.values()))
         is_kept = is_finite(new.values()) or not is_known or case.policy == "AverageAllPolicy"  # it spreads NaNs
         assert is_kept, "a moment is not finite"
+    assert str(info), "each result can be shown"
     for each in info.parts or (info,):
         assert len(each.donors) == len(each.weights) and list(each.donors) == sorted(set(each.donors)), each
         assert not each.weights or math.isclose(math.fsum(each.weights), 1.0, rel_tol=1e-6), each
@@ -246,7 +263,7 @@ class _Blocking:
         return policy.__exit__(type(error) if error else None, error, None)
 
     def show(self, policy: Any, model: nn.Module) -> Any:
-        with (policy.policy if isinstance(policy, Averaging) else policy).anchor_weights():
+        with _open(policy).anchor_weights():
             return state_of(model)
 
 
@@ -267,7 +284,7 @@ def _steps(trainee: Trainee, way: Any, world: Any, job: Job, trace: Trace, polic
     """Train until an iteration."""
     while _open(policy).iteration < until:
         step = _open(policy).iteration
-        trainee.train(step)
+        trainee.train_checked(step, check=not job.event.endswith("not finite"))
         pace = 5.0 if job.network == "one rank is slow" and trainee.replica == 1 else 1 + 0.2 * world.rank
         yield world.sleep(0.01 * pace)
         if step == job.moment and trainee.replica == job.ranks // trainee.case.replica_size - 1:
@@ -284,10 +301,10 @@ def _steps(trainee: Trainee, way: Any, world: Any, job: Job, trace: Trace, polic
         if job.event == "cancelled step" and step >= job.moment and world.rank == 1 and way is _WAYS["plain"]:
             with contextlib.suppress(TimeoutError):
                 yield asyncio.wait_for(policy.step(**trainee.said(step)), 1e-5 * (1 + job.seed % 500))
-            continue
-        info = yield policy.step(**trainee.said(step))
-        check_step(trainee, before, info)
-        trace.infos.append(info)
+        else:
+            info = yield policy.step(**trainee.said(step))
+            check_step(trainee, before, info)
+            trace.infos.append(info)
         if step + 1 in job.saves_at and trainee.name == "":
             at = {"policy": policy, "keep": 2, "group": trainee.group}
             save = way.api.async_save_population if job.is_beside else way.api.save_population
@@ -344,9 +361,10 @@ def _train(world: Any, job: Job, traces: list[Trace]) -> Training:
     yield from _steps(trainee, way, world, job, trace, policy, end)
     if case.has_anchor and end == job.end:
         yield _open(policy).settle()
-        if case["late"] == "skip" and not job.faults and job.event not in ("of a group", "one ends early"):
-            yield way.api.barrier()  # the end of a rank completes rounds on the others
         trace.anchors = yield way.show(policy, trainee.model)
+        if case["late"] == "skip" and job.event not in ("of a group", "one ends early", *LOSING):
+            yield way.api.barrier()  # the end of a rank completes rounds on the others
+    assert str(_open(policy).statistics()) and repr(trainee.policy)
     yield way.leave(policy)
     trace.end = state_of(trainee.model)
     trace.moments = [each for found in moments_of(trainee.optimizer) for each in found.values()]
@@ -359,12 +377,12 @@ async def _main(world: ad.World, job: Job, traces: list[Trace]) -> Trace:
         try:
             found = training.throw(error) if error is not None else training.send(answer)
         except StopIteration as stopped:
-            return stopped.value
+            return cast(Trace, stopped.value)
         error, answer = None, found
         if hasattr(found, "__await__"):
             try:
                 answer = await found
-            except BaseException as raised:  # noqa: BLE001 thrown into the generator
+            except BaseException as raised:
                 error = raised
 
 
@@ -374,7 +392,7 @@ def _blocking_main(world: Any, job: Job, traces: list[Trace]) -> Trace:
         try:
             answer = training.send(answer)
         except StopIteration as stopped:
-            return stopped.value
+            return cast(Trace, stopped.value)
 
 
 _NETWORKS: Final = {
@@ -425,8 +443,3 @@ def run(job: Job) -> Outcome:
             return_exceptions=True,
         )
     return Outcome(job, report, traces, heard)
-
-
-def with_event(job: Job, **changes: Any) -> Job:
-    """Return a changed job."""
-    return replace(job, **changes)
