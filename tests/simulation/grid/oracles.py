@@ -51,7 +51,8 @@ EXPECTED: Final[tuple[tuple[str, Any], ...]] = (
     ("ranks? begins? as cop(y|ies) of", lambda job: job.case["start"] == "resumed on more"),
     ("wire='topk' without error_feedback", lambda job: job.case["wire"] in ("topk", "TopK")),
     ("begin with different weights", lambda job: job.case["first"] == "different"),
-    ("no finite metrics by which the best ranks", lambda job: job.case["start"] == "resumed on fewer"),
+    (r"rank \d+ was restarted, and its state is not saved", lambda job: job.event in ("restarted", "joined")),
+    ("no finite metrics by which the best ranks", lambda job: is_loaded_by_fewer(job)),
     ("progress of the schedule-free optimizer's z", lambda job: job.case["optimizer"] == "schedule-free"),
     ("was not finite. Its scores do not count", lambda job: job.case["model"] in ("float16", "mixed")),
     ("has left this policy; the others continue", lambda job: job.event == "one ends early"),
@@ -59,6 +60,12 @@ EXPECTED: Final[tuple[tuple[str, Any], ...]] = (
     ("not finite|NaN or infinite", lambda job: job.event in SPOILING),
     ("is rounded away; train float32 weights", lambda job: job.case["model"] in ("bfloat16", "float16", "mixed")),
 )
+
+
+def is_loaded_by_fewer(job: Job) -> bool:
+    """Return whether fewer ranks load a checkpoint than have saved it."""
+    is_smaller = job.case["start"] == "resumed on fewer" or job.event in ("of a group", *LOSING)
+    return job.is_loaded and is_smaller
 
 
 class Refused(Exception):
