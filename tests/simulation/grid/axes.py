@@ -249,11 +249,11 @@ class Case:
     seed: int = 0
 
     @staticmethod
-    def of(policy: str, seed: int = 0, **values: str) -> Case:
+    def of(policy: str, case_seed: int = 0, **values: str) -> Case:
         """Return a case with the first value of each axis that is not given."""
         axes = axes_of(policy)
         assert values.keys() <= axes.keys(), values.keys() - axes.keys()
-        return Case(policy, tuple((axis, values.get(axis, names[0])) for axis, names in axes.items()), seed)
+        return Case(policy, tuple((axis, values.get(axis, names[0])) for axis, names in axes.items()), case_seed)
 
     def __getitem__(self, axis: str) -> str:
         return dict(self.values).get(axis, DEFAULT)
@@ -261,7 +261,7 @@ class Case:
     def __str__(self) -> str:
         axes = axes_of(self.policy)
         shown = [f"{axis!r}: {value!r}" for axis, value in self.values if value != axes[axis][0]]
-        return f"Case.of({self.policy!r}, seed={self.seed}, **{{{', '.join(shown)}}})"
+        return f"Case.of({self.policy!r}, case_seed={self.seed}, **{{{', '.join(shown)}}})"
 
     @property
     def replica_size(self) -> int:
