@@ -9,6 +9,8 @@ Options select a different kind of run:
   (``tests/simulation/island_scenarios.py``).
 - ``--diloco``: simulated jobs with DiLoCo, its family and other policies, whose ranks are killed, restarted, stalled
   and separated (``tests/simulation/family_scenarios.py``).
+- ``--grid``: simulated cases that combine drawn values of all policies' options with models, optimizers and events
+  (``tests/simulation/grid``).
 - ``--kills``: real jobs on MPI instead of simulations, whose ranks are killed at moments that follow from the seed
   (``tests/scripts/killed_members.py``).
 - ``--restarts``: one real job on torch, which trains until time is up while its ranks are stalled, killed and
@@ -52,6 +54,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 from fuzzing import decoders, frames, memory, recordings, sequences  # noqa: E402 the path is set above
 from scripts import killed_members, long_job, replayed_jobs  # noqa: E402 the path is set above
 from simulation import family_scenarios, island_scenarios, killed_start_scenarios, long_run  # noqa: E402 as above
+from simulation.grid import search  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
 
@@ -60,6 +63,8 @@ from asyncdist.simulation import ExploreReport, SimReport, explore  # noqa: E402
 PROGRESS_PERIOD_S: Final = 5.0
 #: Seeds of ``--lies`` that are run between two lines of progress.
 _LIES_COUNT: Final = 50
+#: Cases of ``--grid`` that are run between two lines of progress.
+_GRID_COUNT: Final = 20
 #: Seeds of ``--starts`` that are run between two lines of progress.
 _STARTS_COUNT: Final = 200
 #: Three to six ranks, whose steps take 20 ms each, make about a million steps in these phases together.
@@ -105,6 +110,8 @@ def main() -> int:
         return _explore(family_scenarios.scenario, seeds(), options)
     if options.lies:
         return _hear_lies(options.seed_start, ends_at, options.processes)
+    if options.grid:
+        return _try_the_grid(options.seed_start, ends_at, options.processes)
     if options.starts:
         return _kill_in_starts(options.seed_start, ends_at, options.processes)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
@@ -155,6 +162,22 @@ def _hear_lies(seed_start: int, ends_at: float, processes: int | None) -> int:
             print(f"{seed - seed_start} seeds, {sent.total()} lies; the others ended: {dict(ends)}", flush=True)
     print(f"no failure; lies: {dict(sent)}; go on with --seed-start {seed}")
     return 0
+
+
+def _try_the_grid(seed_start: int, ends_at: float, processes: int | None) -> int:
+    """Run cases that cover all pairs of the grid, and print each that fails. Return 1 if one has failed."""
+    results: Counter[str] = Counter()
+    cases = search.cases(seed_start)
+    with multiprocessing.get_context("spawn").Pool(processes, _be_quiet) as pool:
+        while time.monotonic() < ends_at:
+            for found in pool.imap_unordered(search.run, itertools.islice(cases, _GRID_COUNT)):
+                result = found if found in ("", search.REFUSED) else "failed"
+                results[result or "passed"] += 1
+                if result == "failed":
+                    print(found, flush=True)
+            print(f"{results.total()} cases: {dict(results)}", flush=True)
+    print(f"go on with --seed-start {seed_start + 1}, for other combinations of the same pairs")
+    return 1 if results["failed"] else 0
 
 
 def _kill_in_starts(seed_start: int, ends_at: float, processes: int | None) -> int:
@@ -285,6 +308,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--diloco", action="store_true", help="simulate DiLoCo with all kinds of faults")
     parser.add_argument("--lies", action="store_true", help="let one rank of each simulation send false messages")
     parser.add_argument("--starts", action="store_true", help="kill ranks of simulated jobs while a policy starts")
+    parser.add_argument("--grid", action="store_true", help="combine all policies' options with models and events")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI; the others must continue")
     parser.add_argument("--replays", action="store_true", help="record real jobs and replay them")
     parser.add_argument(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -470,3 +471,24 @@ def test_a_zero_of_a_copy_is_no_zero_of_another_state() -> None:
             parameter.copy_(given)
     own.step()  # without gradients
     assert all(map(torch.equal, model.parameters(), trained.parameters()))
+
+
+def test_weights_outside_a_state_dict_are_loaded_as_well(tmp_path: Path) -> None:
+    """Regression: the first step after load_population restored the optimizer's own weights, those of its creation."""
+
+    async def main(world: ad.World, is_loaded: bool) -> list[float]:
+        model = nn.Linear(4, 2)
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(8.0).view(2, 4) / (4 if is_loaded else 1))
+        optimizer = FlatMaster(model.parameters(), lr=0.5)
+        if is_loaded:
+            await ad.load_population(tmp_path, model, optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if not is_loaded:
+            await ad.save_population(tmp_path, model, optimizer)
+        return model.weight.flatten().tolist()
+
+    assert ad.simulate(main, False, ranks=1).value() == [each - 0.5 for each in range(8)]
+    assert ad.simulate(main, True, ranks=1).value() == [each - 1.0 for each in range(8)]

@@ -219,6 +219,23 @@ def test_state_that_follows_the_weights_unknown_is_reported_once(caplog: pytest.
     assert not caplog.records, "an optimizer that is cleared anyway must not cause a warning"
 
 
+def test_masters_of_a_new_state_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a restarted rank warned of masters that belong to the weights that it was about to take."""
+    others = build(torch.bfloat16), build(torch.bfloat16)
+    donor, own = (Masters(model.parameters(), lr=0.1) for model in others)
+    train(others[0], donor)
+    own.load_state_dict(donor.state_dict())
+    with (
+        OptimizerWeights(others[1], own, AveragedStates(others[1], own)).following(has_new_state=True),
+        torch.no_grad(),
+    ):
+        others[1].load_state_dict(others[0].state_dict())
+    assert not caplog.records
+    before = values(others[1]).clone()
+    stand(others[1], own)
+    assert torch.equal(values(others[1]), before)
+
+
 def test_an_optimizer_that_puts_the_old_weights_back_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
     optimizer = Hidden(model.parameters(), lr=0.01)

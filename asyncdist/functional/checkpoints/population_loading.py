@@ -29,6 +29,7 @@ from asyncdist.runtime.world import World
 from asyncdist.tensors.compiled_names import state_for
 from asyncdist.tensors.model_cache import TrainedModels
 from asyncdist.tensors.optimizers.loading import load_exactly
+from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
@@ -197,11 +198,15 @@ async def _load(
             policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], sources, is_copy=is_copy))
 
     def apply() -> None:
-        model.load_state_dict(checkpoint_state.moved_model(model.state_dict(), state_for(model, loaded["model"])))
-        world.services.shared(TrainedModels).models.add(model)
+        copies: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if optimizer is not None:
             state = checkpoint_state.arranged_optimizer(model, optimizer, loaded)
             load_exactly(optimizer, checkpoint_state.moved_optimizer(optimizer, state))
+            # Weights that the optimizer keeps outside its state_dict would undo the loaded ones in its next step.
+            copies = OptimizerWeights(model, optimizer, AveragedStates(model, None)).following(has_new_state=True)
+        with copies:
+            model.load_state_dict(checkpoint_state.moved_model(model.state_dict(), state_for(model, loaded["model"])))
+        world.services.shared(TrainedModels).models.add(model)
 
     for step in (read, load_policy, apply):
         await _on_all_ranks(step, group, world, survives=survives)  # raises on all ranks if it raises on one

@@ -217,7 +217,7 @@ class OptimizerWeights:
         """
         self._warn_of_evaluation()
         self._warn_of_another()
-        copies = self._copies()
+        copies = self._copies(reports_unknown=not has_new_state)
         if has_new_state:
             copies = recognition.not_contained(copies, self.optimizer)
         before = {
@@ -260,8 +260,11 @@ class OptimizerWeights:
     def _sampled(self) -> _Replaced:
         return _Replaced([each for each in self._model.parameters() if each.requires_grad])
 
-    def _copies(self) -> list[recognition.StoredTensor]:
-        """Return the copies of the weights to update. Warn of other tensors that seem to follow the weights."""
+    def _copies(self, *, reports_unknown: bool = True) -> list[recognition.StoredTensor]:
+        """Return the copies of the weights to update. Warn of other tensors that seem to follow the weights.
+
+        Without ``reports_unknown``, do not warn: a new state belongs to weights that the model does not have yet.
+        """
         copies = []
         for label, key, stored in recognition.stored_tensors(self.optimizer, self._model):
             if key == "z" and self._states.names:
@@ -269,7 +272,7 @@ class OptimizerWeights:
             kind = recognition.kind_of(key, stored)
             if kind is not None:
                 copies += [dataclasses.replace(each, kind=kind) for each in stored]
-            elif not self._is_reset and recognition.follows_unknown(key, stored):
+            elif reports_unknown and not self._is_reset and recognition.follows_unknown(key, stored):
                 self._report(
                     label,
                     "%s follows the weights but was not recognised: averages do not update it, and it may distort or "

@@ -1,0 +1,41 @@
+"""Yields covers of all pairs of values, one after another, for a long search."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Final
+
+from simulation.grid.axes import Case, exported
+from simulation.grid.cover import cover
+from simulation.grid.models import can_train
+from simulation.grid.oracles import check, refusal_of
+
+#: Answer of :func:`run` for a case that one clear error refuses at the start.
+REFUSED: Final = "refused"
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """Yield the cases of a cover of each policy in turn, and then those of other covers, without end."""
+    for number in itertools.count(seed):
+        covers = [cover(policy, is_allowed, number) for policy in exported()]
+        while covers:
+            for each in list(covers):
+                case = next(each, None)
+                if case is None:
+                    covers.remove(each)
+                else:
+                    yield case
+
+
+def is_allowed(case: Case) -> bool:
+    """Return whether torch can train the model, and the policy is not refused when it is made."""
+    return can_train(case["model"], case["optimizer"]) and not refusal_of(case)
+
+
+def run(case: Case) -> str:
+    """Run a case, and return "", :data:`REFUSED`, or the case and its failure."""
+    try:
+        return REFUSED if check(case) else ""
+    except Exception as error:
+        return f"{case}\n    {type(error).__name__}: {error}"
