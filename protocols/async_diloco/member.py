@@ -156,8 +156,6 @@ class AsyncMember:
         Returns:
             False if the deadline passed first, which is logged.
         """
-        if self.server is not None:
-            self.server.unfreeze()
         is_settled = await self._services.engine.until(self._may_leave, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
         if is_settled and self.server is not None and not self._membership.is_broken:
             is_settled = await self.server.settled(deadline)

@@ -42,11 +42,10 @@ from asyncdist.protocols.async_diloco.options import (
     AsyncDiLoCoOptions,
     ServerOptions,
 )
-from asyncdist.protocols.async_diloco.progress import Progress
 from asyncdist.protocols.async_diloco.replicated import AsyncReplicatedPolicy
-from asyncdist.protocols.async_diloco.server import answered_alone
-from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, result_of, statistics_of
-from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
+from asyncdist.protocols.async_diloco.server import Server, answered_alone
+from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, Progress, result_of, statistics_of
+from asyncdist.protocols.async_diloco.timing import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.foreign_options import foreign_call_hint
 from asyncdist.protocols.diloco.fragments import warn_of_iterates
@@ -172,8 +171,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         """Return this rank's counts of steps and contributions."""
         server = None if self._member is None else self._member.server
         version = self._store.base.version if self._stage != "new" and self._is_first else 0
-        counts = self.iteration, version, self._progress.contribution_count, self._progress.postponed_count
-        found = statistics_of(self._journal, server, *counts)
+        found = statistics_of(self._journal, self._progress, server, self.iteration, version)
         return found if self._federation is None else self._federation.counted(found)
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -256,15 +254,14 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         try:
             if is_orderly:
                 deadline = self._world.time() + self._own_options.drain_timeout_s
-                if self._federation is not None:
-                    self._federation.unfreeze()  # this rank's island may wait for the global server
+                self.unfreeze_state()  # other ranks, and this rank's island, may wait for a server on this rank
                 await member.settled(deadline)
                 if self._federation is not None:
                     await self._federation.settled(deadline)
         finally:  # notifies the other ranks even if this task is cancelled
             member.leave()
             if self._federation is not None:
-                self._federation.leave()
+                self._federation.global_member.leave()
             admission.close()
 
     # -- joining a running policy -----------------------------------------------------------------------------------
@@ -333,13 +330,10 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             BusyError: The call is inside a block of :meth:`anchor_weights`.
         """
         self._check_not_evaluating("settle()")
-        member = self._member
-        if member is not None and self._own_options.late == "wait":
-            await member.settle()
-        elif member is not None and member.server is not None:
-            await member.server.freeze()
-        if self._federation is not None and self._own_options.late == "skip":
-            await self._federation.freeze()
+        if self._own_options.late == "skip":
+            await self.freeze_state()
+        elif self._member is not None:
+            await self._member.settle()
 
     async def freeze_state(self) -> None:
         """Stop updating the anchor (common weights) on this rank until :meth:`unfreeze_state`.
@@ -348,17 +342,18 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         :meth:`unfreeze_state` when all ranks have copied their states, so that no rank's anchor is newer than the
         leader's. Other calls may deadlock: a rank that waits in a step with ``late="wait"`` waits for an update.
         """
-        if self._member is not None and self._member.server is not None:
-            await self._member.server.freeze()
-        if self._federation is not None:
-            await self._federation.freeze()
+        for server in self._servers():
+            await server.freeze()
 
     def unfreeze_state(self) -> None:
         """Resume updating the anchor after :meth:`freeze_state` or :meth:`settle`."""
-        if self._member is not None and self._member.server is not None:
-            self._member.server.unfreeze()
-        if self._federation is not None:
-            self._federation.unfreeze()
+        for server in self._servers():
+            server.unfreeze()
+
+    def _servers(self) -> list[Server]:
+        """Return the servers on this rank: of the members, or with islands of its island and of all islands."""
+        members = [self._member, None if self._federation is None else self._federation.global_member]
+        return [each.server for each in members if each is not None and each.server is not None]
 
     def _own_state(self) -> dict[str, Any]:
         if self._saved is not None:

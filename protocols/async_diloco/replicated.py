@@ -20,7 +20,7 @@ from torch import Tensor
 from asyncdist import LateError
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
-from asyncdist.protocols.async_diloco.progress import Progress
+from asyncdist.protocols.async_diloco.statistics import Progress
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
 from asyncdist.protocols.exchange.layout.copies import checksum_of_parameters
 from asyncdist.protocols.exchange.replicas.follower_links import (

@@ -41,8 +41,7 @@ from asyncdist.protocols.async_diloco.messages import (
     Registered,
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
-from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
-from asyncdist.protocols.async_diloco.timing.pace import steps_at_speed
+from asyncdist.protocols.async_diloco.timing import SyncTimes, grace_period, steps_at_speed
 from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy_channel import PolicyChannel

@@ -40,6 +40,7 @@ class Federation:
 
     Attributes:
         member: This rank as a member of its island.
+        global_member: This rank as a member of the group of all ranks.
         membership: Members of the island.
         global_store: This rank's global anchor and its island's contribution.
     """
@@ -63,7 +64,7 @@ class Federation:
         self.global_store = global_store
         islands = {rank: index for index in range(island.count) for rank in island.ranks_of(index)}
         global_options = replace(options, own=own.of_global_server(), islands=islands, mirror_every=island.count)
-        self._global_member = AsyncMember(
+        self.global_member = AsyncMember(
             services,
             scopes,
             everyone,
@@ -76,7 +77,7 @@ class Federation:
         self.scopes = scopes.of_part(f"island {island.index}")
         self.membership = Membership(services, self.scopes, island.ranks)
         self._regional = Regional(
-            self._global_member,
+            self.global_member,
             global_store,
             layouts,
             island=island.index,
@@ -105,26 +106,12 @@ class Federation:
 
     async def settled(self, deadline: float) -> None:
         """Wait until this rank may leave the group of all ranks. It may already leave its island."""
-        self._global_member.withdraw()
-        await self._global_member.settled(deadline)
-
-    def leave(self) -> None:
-        """Leave the group of all ranks."""
-        self._global_member.leave()
-
-    async def freeze(self) -> None:
-        """Stop changing the global anchor (the common weights of all islands) until :meth:`unfreeze`."""
-        if self._global_member.server is not None:
-            await self._global_member.server.freeze()
-
-    def unfreeze(self) -> None:
-        """Resume changing the global anchor after :meth:`freeze`."""
-        if self._global_member.server is not None:
-            self._global_member.server.unfreeze()
+        self.global_member.withdraw()
+        await self.global_member.settled(deadline)
 
     def counted(self, found: AsyncDiLoCoStatistics) -> AsyncDiLoCoStatistics:
         """Return ``found``, completed with this rank's counts as a regional server and as the global server."""
-        global_server = self._global_member.server
+        global_server = self.global_member.server
         return replace(
             found,
             merge_count=self._regional.merge_count,
@@ -135,7 +122,7 @@ class Federation:
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the newest global anchor and, on the global server, of the outer optimizer's state."""
-        global_server, division = self._global_member.server, {"division": _division_of(self._island)}
+        global_server, division = self.global_member.server, {"division": _division_of(self._island)}
         if global_server is None or not global_server.has_begun:
             return {**self.global_store.newest.state(), **division}
         held, outer = global_server.held()
