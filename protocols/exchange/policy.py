@@ -30,8 +30,8 @@ from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
+from asyncdist.protocols.exchange.replicas.division import ReplicaParts, write_parts
 from asyncdist.protocols.exchange.replicas.group import Readiness, joined_replica
-from asyncdist.protocols.exchange.replicas.parts import ReplicaParts, write_parts
 from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, in_round, result_of, statistics_of

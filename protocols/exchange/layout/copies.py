@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.layout.wire_layout import Vector, WireLayout
+from asyncdist.protocols.exchange.layout.wire_layout import Vector
 from asyncdist.tensors.byte_views import byte_view, flat_bytes
-from asyncdist.tensors.codecs import find_codec
-from asyncdist.tensors.flat_state import Entry, is_finite
+from asyncdist.tensors.flat_state import is_finite
 
 _NORM_MAX: Final = 2.0**400  # replaces larger norms, so that sums of their squares are finite
 _PIECE_COUNT: Final = 1 << 16  # number of elements whose norm is computed at a time if their squares overflow
@@ -97,10 +96,10 @@ def values_of(vector: Vector, tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)
 
 
-def checksum_of_parameters(entries: Sequence[Entry], parameters: set[str], tensors: Sequence[Tensor]) -> int:
-    """Return a checksum of the parameters among a model's tensors. It does not depend on their device."""
+def checksum_of(vectors: Iterable[Vector], tensors: Sequence[Tensor]) -> int:
+    """Return a checksum of the values of some vectors of a model. It does not depend on the tensors' device."""
     checksum = 0
-    for vector in WireLayout(entries, range(len(entries)), parameters, 1, find_codec("float32")).stepped:
+    for vector in vectors:
         flat = vector.new_flat()
         gather(vector, tensors, flat)
         checksum = zlib.crc32(byte_view(flat), checksum)

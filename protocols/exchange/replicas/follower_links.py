@@ -11,7 +11,7 @@ first rank has copies of all shards in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,13 @@ from torch import Tensor
 from asyncdist import Group, World
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.groups import free_all
-from asyncdist.protocols.exchange.layout.copies import gather, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
-from asyncdist.protocols.exchange.replicas.group import ReplicaGroup, joined_replica, rejoined_replica
-from asyncdist.protocols.joining.replica_layout import Replicas
+from asyncdist.protocols.exchange.replicas.division import broadcast, write_parts
+from asyncdist.protocols.exchange.replicas.group import ReplicaGroup
 from asyncdist.protocols.joining.state_transfer import broadcast_bytes
 from asyncdist.tensors.byte_views import new_memory
 from asyncdist.tensors.codecs import find_codec
-from asyncdist.tensors.flat_state import Entry, FlatState
+from asyncdist.tensors.flat_state import Entry
 
 
 class FollowerLinks:
@@ -82,14 +81,7 @@ class FollowerLinks:
 
     async def _send(self, group: Group, layout: WireLayout, root: int, own: Sequence[Tensor]) -> None:
         tensors = self.tensors(own)
-        for vector in layout.vectors:
-            flat = vector.new_flat()
-            if root == self._world.rank:
-                gather(vector, tensors, flat)
-            await self._world.collectives.broadcast(flat, group, root)
-            if root != self._world.rank:
-                with torch.no_grad():
-                    scatter(vector, flat, tensors)
+        write_parts(await broadcast(self._world, group, root, layout, tensors), tensors)
 
     async def collect_bytes(self, own: Tensor) -> list[Tensor]:
         """Copy the followers' uint8 tensors ``own`` to the first rank of a sharded replica, which returns them."""
@@ -110,65 +102,29 @@ class FollowerLinks:
         await self.replica.free()
 
 
-async def joined_follower_links(
-    world: World,
-    start: Start[Any],
-    replicas: Replicas,
-    flat: FlatState,
-    ranks: Sequence[int],
-    first_weights: Mapping[str, str],
-    parameters: set[str],
-    timeout_s: float,
-    *,
-    is_sharded: bool,
-) -> FollowerLinks:
-    """Return the links of this rank's replica. Collective among all ranks of the policy.
-
-    Args:
-        start: Start of the policy, as part of which the replica's groups are created.
-        flat: State of this rank's model, or of its shards.
-        ranks: All ranks of the policy's group.
-        first_weights: Values that must be equal on all ranks with the same part of the model.
-        is_sharded: Whether each rank of the replica has a different part of the model.
-    """
-    replica = await joined_replica(world, start, replicas, flat, ranks, first_weights, timeout_s)
-    return await _linked(world, start, replica, flat, parameters, timeout_s, is_sharded=is_sharded)
-
-
-async def rejoined_follower_links(
-    world: World,
-    replicas: Replicas,
-    flat: FlatState,
-    ranks: Sequence[int],
-    parameters: set[str],
-    timeout_s: float,
-    *,
-    is_sharded: bool,
-) -> FollowerLinks:
-    """Return the links of this restarted rank's replica. Collective among its ranks, which were restarted as well.
-
-    The arguments are those of :func:`joined_follower_links`.
-    """
-    replica = await rejoined_replica(world, replicas, flat, ranks, timeout_s)
-    return await _linked(world, None, replica, flat, parameters, timeout_s, is_sharded=is_sharded)
-
-
-async def _linked(
+async def new_follower_links(
     world: World,
     start: Start[Any] | None,
     replica: ReplicaGroup,
-    flat: FlatState,
+    entries: Sequence[Entry],
     parameters: set[str],
     timeout_s: float,
     *,
     is_sharded: bool,
 ) -> FollowerLinks:
-    """Return the links of ``replica``, or free it if they cannot be made."""
+    """Return the links of ``replica``, or free it if they cannot be made. Collective among its ranks.
+
+    Args:
+        start: Start of the policy, as part of which groups are created. None if the replica was restarted.
+        entries: Entries of this rank's model, or of its shards.
+        parameters: Names of this rank's parameters.
+        is_sharded: Whether each rank of the replica has a different part of the model.
+    """
     try:
         if is_sharded:
-            return await _sharded_follower_links(world, start, replica, flat.entries, parameters, timeout_s)
-        links = [(replica.group, _layout(flat.entries, range(len(flat.entries)), parameters))]
-        return FollowerLinks(world, replica, links, flat.entries, parameters, is_sharded=False)
+            return await _sharded_follower_links(world, start, replica, entries, parameters, timeout_s)
+        links = [(replica.group, _layout(entries, range(len(entries)), parameters))]
+        return FollowerLinks(world, replica, links, entries, parameters, is_sharded=False)
     except BaseException:
         await replica.free()
         raise
