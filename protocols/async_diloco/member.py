@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from asyncdist import Envelope, RankLostError
+from torch import Tensor
+
+from asyncdist import Envelope
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore, Outstanding
@@ -30,11 +31,10 @@ from asyncdist.protocols.async_diloco.messages import (
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.server import Server
-from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
+from asyncdist.protocols.exchange.fetch import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.tensors.byte_views import new_memory
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.async_diloco")
@@ -46,7 +46,6 @@ class AsyncMember:
     Args:
         membership: Members of the policy; opened by this object.
         store: State of this rank that a new leader needs.
-        is_overlapped: Whether ranks train while data moves; equal on all ranks.
         name: Name of the channel in reports of waits.
         regional: Connection to the global server, used if this rank leads its island; None without islands.
 
@@ -63,7 +62,6 @@ class AsyncMember:
         store: MemberStore,
         options: ServerOptions,
         *,
-        is_overlapped: bool,
         name: str = "asynchronous DiLoCo",
         regional: Regional | None = None,
     ) -> None:
@@ -82,6 +80,7 @@ class AsyncMember:
         self._has_settled = False  # whether this rank is leaving, and takes over no state
         self._is_closed = False
         self.server: Server | None = None
+        is_overlapped = options.own.late == "skip"
         self._contributions = Offers(services, scopes.to_members, is_overlapped=is_overlapped)
         self._anchors = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped)
         self._channel: PolicyChannel[AsyncMessage] = PolicyChannel(
@@ -136,11 +135,8 @@ class AsyncMember:
 
     async def _take_registration(self, leader: int, version: int, applied: Applications) -> None:
         block = self._layouts.new_block()
-        try:
-            await self._anchors.fetch(leader, version, block[0])
-        except (RankLostError, StreamAborted) as error:  # registered() retries with the next leader
-            logger.info("global anchor %d of rank %d did not arrive: %s", version, leader, error)
-            return
+        if not await self._anchors.fetch(leader, version, block[0], f"global anchor {version}"):
+            return  # registered() retries with the next leader
         self._registrations.append(HeldAnchor(version, applied, block))
         self._services.engine.recheck()
         self.post(AnchorTaken(), leader, version)
@@ -316,19 +312,16 @@ class AsyncMember:
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
         """Fetch the common weights with this rank's contribution, and the outer optimizer's state if it is offered."""
-        block, outer, nbytes = self._layouts.new_block(), new_memory(0), report.outer_nbytes
+        block, outer = self._layouts.new_block(), None
         try:
-            if nbytes:
-                outer = self._layouts.new_outer(nbytes, leader)
-                await self._anchors.fetch(leader, report.version, outer, SECOND)
-            await self._anchors.fetch(leader, report.version, block[0])
-        except (RankLostError, StreamAborted) as error:  # the contribution is reported to the next leader
-            logger.info("anchor %d of rank %d did not arrive: %s", report.version, leader, error)
-            return
+            if report.outer_nbytes:
+                outer = self._layouts.new_outer(report.outer_nbytes, leader)
+            if not await self._fetch_anchor(leader, report.version, block, outer):
+                return  # the contribution is reported to the next leader
         finally:
             if self._fetching is asyncio.current_task():
                 self._fetching = None
-        if report.outer_nbytes:
+        if outer is not None:
             self._store.outer = report.version, outer
         self._contributions.note_taken(leader)
         self.take_answer(number, Answer(report, block))
@@ -354,18 +347,20 @@ class AsyncMember:
     async def _inherit(self, leader: int, version: int, given: AnchorOffer) -> None:
         """Fetch the common weights and the outer optimizer's state of a leaving leader."""
         block, outer = self._layouts.new_block(), self._layouts.new_outer(given.outer_nbytes, leader)
-        try:
-            await self._anchors.fetch(leader, version, outer, SECOND)
-            await self._anchors.fetch(leader, version, block[0])
-        except (RankLostError, StreamAborted) as error:
-            logger.info("anchor %d of rank %d, which leaves, did not arrive: %s", version, leader, error)
-            return
-        if self._has_settled:  # the leader offers the state to another rank once this rank has left
+        is_whole = await self._fetch_anchor(leader, version, block, outer)
+        if not is_whole or self._has_settled:  # the leader offers the state to another rank once this rank has left
             return
         self._has_inherited = True
         self._store.inherited = HeldAnchor(version, given.applied, block, given.merged)
         self._store.outer = version, outer
         self.post(AnchorTaken(), leader, version)
+
+    async def _fetch_anchor(self, leader: int, version: int, block: Block, outer: Tensor | None) -> bool:
+        """Fetch a version of the anchor and, unless ``outer`` is None, the outer optimizer's state."""
+        name = f"anchor {version}"
+        if outer is not None and not await self._anchors.fetch(leader, version, outer, name, SECOND):
+            return False
+        return await self._anchors.fetch(leader, version, block[0], name)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 

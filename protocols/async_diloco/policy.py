@@ -232,7 +232,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             self._federation, self._member = federation, federation.member
         else:
             facts = self._services, scopes, membership, self._layouts, self._store, options
-            self._member = AsyncMember(*facts, is_overlapped=own.late == "skip")
+            self._member = AsyncMember(*facts)
         self._admission = self._new_admission(membership, scopes)
 
     def _opened(self) -> tuple[AsyncMember, Admission]:

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from asyncdist import RankLostError
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
 from asyncdist.protocols.async_diloco.arrivals import (
     Arrival,
@@ -42,7 +40,7 @@ from asyncdist.protocols.async_diloco.messages import (
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.timing import SyncTimes, grace_period, steps_at_speed
-from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
+from asyncdist.protocols.exchange.fetch import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
@@ -153,25 +151,17 @@ class Server:
     async def _fetch_anchor(self, holder: int, version: int) -> HeldAnchor | None:
         block = self._layouts.new_block()
         given = await self._request_offer(holder, version, is_outer=False)
-        try:
-            if given is None:
-                return None
-            await self._anchors.fetch(holder, version, block[0])
-        except (RankLostError, StreamAborted) as error:
-            logger.info("the anchor of rank %d did not arrive: %s", holder, error)
+        if given is None or not await self._anchors.fetch(holder, version, block[0], "the anchor"):
             return None
         self._channel.post(AnchorTaken(), holder, version)
         return HeldAnchor(version, given.applied, block, given.merged)
 
     async def _fetch_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
         given = await self._request_offer(holder, version, is_outer=True)
-        try:
-            if given is None:
-                return None
-            outer = self._layouts.new_outer(given.outer_nbytes, holder)
-            await self._anchors.fetch(holder, version, outer, SECOND)
-        except (RankLostError, StreamAborted) as error:
-            logger.info("the outer state of rank %d did not arrive: %s", holder, error)
+        if given is None:
+            return None
+        outer = self._layouts.new_outer(given.outer_nbytes, holder)
+        if not await self._anchors.fetch(holder, version, outer, "the outer state", SECOND):
             return None
         self._channel.post(AnchorTaken(), holder, version)
         return version, outer
@@ -285,11 +275,9 @@ class Server:
 
     async def _fetch(self, arrival: Arrival) -> None:
         memory, _ = self._layouts.new_contribution()
-        try:
-            await self._contributions.fetch(arrival.source, arrival.sequence, memory)
-        except (RankLostError, StreamAborted) as error:  # the rank is lost or leaves the policy
-            logger.info("contribution %d of rank %d did not arrive: %s", arrival.sequence, arrival.source, error)
-            return
+        source, sequence = arrival.source, arrival.sequence
+        if not await self._contributions.fetch(source, sequence, memory, f"contribution {sequence}"):
+            return  # the rank is lost or leaves the policy
         if self._arrivals.is_awaited(arrival):
             self._blocks[arrival.rank, arrival.sequence] = memory
         self._note_received(arrival)

@@ -37,12 +37,11 @@ from asyncdist.protocols.diloco.fragments import fragments_of, warn_of_iterates
 from asyncdist.protocols.diloco.options import LOSES_VALUES, DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
-from asyncdist.protocols.exchange.fragment import Mean
+from asyncdist.protocols.exchange.fragment import Fragment, Mean
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.pending_rounds import PendingRound
 from asyncdist.protocols.exchange.policy import ExchangePolicy
-from asyncdist.protocols.exchange.rounds import Exchanged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
@@ -233,7 +232,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
 
     # -- eager outer steps --------------------------------------------------------------------------------------------
 
-    def _exchanged(self) -> Sequence[Exchanged]:
+    def _exchanged(self) -> Sequence[Fragment]:
         return interleaved(self._fragments, self._anchor_means) if self._own_options.eager else self._fragments
 
     async def _apply_due(self, step: int) -> list[StepInfo]:

@@ -11,7 +11,7 @@ order, so the new leader needs no other information. A restarted rank receives t
 
 With a quorum, a round does not wait for late members. A late member moves its contribution to the fragment's next
 round. A member is *behind* if no rank offers the next mean that it needs. After its next contribution, it requests the
-fragment's newest state (:mod:`protocols.exchange.catching_up.catch_up`).
+fragment's newest state (:mod:`protocols.exchange.catch_up`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from asyncdist import Envelope
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
-from asyncdist.protocols.exchange.catching_up.offers import Offers
+from asyncdist.protocols.exchange.catch_up import CatchUp
+from asyncdist.protocols.exchange.fetch import Offers
+from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.ledger import Partners, Quorum, Weighing, all_members, reported_weights
 from asyncdist.protocols.exchange.messages import (
     Captured,
@@ -45,7 +46,7 @@ from asyncdist.protocols.exchange.messages import (
 )
 from asyncdist.protocols.exchange.replicas.division import weighing_of
 from asyncdist.protocols.exchange.round_leader import MemberMessage, RoundLeader
-from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers, has_merged
+from asyncdist.protocols.exchange.rounds import MemberRound, RoundTransfers, has_merged
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
@@ -83,7 +84,7 @@ class Exchange:
         services: Services,
         scopes: PolicyScopes,
         membership: Membership,
-        fragments: Sequence[Exchanged],
+        fragments: Sequence[Fragment],
         *,
         is_overlapped: bool,
         skips_late: bool = False,
@@ -541,17 +542,13 @@ class Exchange:
         if self._membership.leads:
             self._round_leader.handle(leader, number, message)
         else:
-            self.post(message, leader, number)
+            self._channel.post(message, leader, number)
 
     def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
         """Send a message about a round to members, possibly including this one."""
         me = self._services.rank
         for dest in dests:
             if dest != me:
-                self.post(message, dest, number)
+                self._channel.post(message, dest, number)
         if me in dests:
             self._handle_from_leader(number, message)
-
-    def post(self, message: ExchangeMessage, dest: int, number: int = 0) -> None:
-        """Send a message about a round to another rank."""
-        self._channel.post(message, dest, number)

@@ -32,7 +32,7 @@ from asyncdist.protocols.exchange.options import ExchangeOptions
 from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
 from asyncdist.protocols.exchange.replicas.division import ReplicaParts, write_parts
 from asyncdist.protocols.exchange.replicas.group import Readiness, joined_replica
-from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
+from asyncdist.protocols.exchange.rounds import copy_encoded, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, in_round, result_of, statistics_of
 from asyncdist.protocols.joining.admission import Admission
@@ -123,7 +123,7 @@ class ExchangePolicy(ReplicatedPolicy):
         Each entry of the model is in at most one fragment.
         """
 
-    def _exchanged(self) -> Sequence[Exchanged]:
+    def _exchanged(self) -> Sequence[Fragment]:
         """Return the fragments and other objects that the exchange averages, in the order of their rounds.
 
         A subclass may add ``self._numbers_per_round - 1`` further objects after each fragment. Their rounds may be

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers
+from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.layout.wire_layout import Slice, WireLayout
 from asyncdist.protocols.exchange.messages import RoundState, Verdict
 from asyncdist.protocols.parameter_stream import neighbours
@@ -39,53 +40,7 @@ _LABEL_COUNT: Final = 1 << 30
 _YIELD_NBYTES: Final = 4 << 20  # number of bytes that are averaged before other tasks run
 
 
-class Exchanged(Protocol):
-    """Interface of an object that the exchange averages, usually a fragment of the model.
-
-    Attributes:
-        layout: Vectors and slices of the fragment.
-        version: Number of rounds whose mean this member has received.
-        is_frequent: Whether the memory of a round is reused in later rounds.
-    """
-
-    layout: WireLayout
-    version: int
-    is_frequent: bool
-
-    @property
-    def holds_mean(self) -> bool:
-        """True if the memory of the last mean is needed until the mean is applied."""
-
-    @property
-    def accepts_slices(self) -> bool:
-        """True if :meth:`merge` accepts the mean of parameters in slices, and needs it only during the call."""
-
-    def combine(
-        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
-    ) -> None:
-        """Combine the donors' encoded values into ``into``, by default as their mean (:meth:`WireLayout.average`)."""
-
-    def takes(self, number: int) -> bool:
-        """Return whether this member uses the mean of averaging round ``number``."""
-
-    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Add the encoded mean of a round to the object's state. The mean is empty if no contribution was averaged.
-
-        Args:
-            encoded: For each vector, the consecutive parts of its mean: the whole vector, or its slices.
-        """
-
-    def count_lost(self, version: int) -> None:
-        """Count the first ``version`` rounds as completed, because all members that had their means are lost."""
-
-    def shared_state(self) -> Any:
-        """Return, as a tree, the state that is equal on all members that have completed the same number of rounds."""
-
-    def load_shared_state(self, state: Any) -> None:
-        """Load another member's :meth:`shared_state`."""
-
-
-def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
+def has_merged(fragments: Sequence[Fragment], number: int) -> bool:
     """Return whether this member has a round's mean, or has loaded a state that includes it."""
     return (number - 1) // len(fragments) < fragments[(number - 1) % len(fragments)].version
 
@@ -170,7 +125,7 @@ class RoundTransfers:
         self,
         services: Services,
         server: SnapshotServer,
-        fragments: Sequence[Exchanged],
+        fragments: Sequence[Fragment],
         *,
         is_overlapped: bool,
         merges_at_once: bool = True,

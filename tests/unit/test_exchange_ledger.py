@@ -12,7 +12,7 @@ import pytest
 from support.weighing import better_half
 
 from asyncdist.errors import RemoteProtocolError
-from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
+from asyncdist.protocols.exchange.catch_up import CatchUp
 from asyncdist.protocols.exchange.ledger import (
     AwaitGrace,
     Decide,

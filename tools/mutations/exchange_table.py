@@ -449,7 +449,7 @@ EXCHANGE_MUTANTS: Final = (
         "async diloco",
         "a member does not keep its copy of the outer optimizer's state",
         "protocols/async_diloco/member.py",
-        "        if report.outer_nbytes:\n            self._store.outer = report.version, outer\n",
+        "        if outer is not None:\n            self._store.outer = report.version, outer\n",
         "",
         CERTAIN + "mirrored",
     ),

@@ -58,7 +58,7 @@ class Federation:
         *,
         is_divided_anew: bool,
     ) -> None:
-        own, overlapped = options.own, options.own.late == "skip"
+        own = options.own
         assert own.global_every is not None and own.merge_weight is not None, "there are islands"
         self._island = island
         self.global_store = global_store
@@ -71,7 +71,6 @@ class Federation:
             layouts,
             global_store,
             global_options,
-            is_overlapped=overlapped,
             name="the global server",
         )
         self.scopes = scopes.of_part(f"island {island.index}")
@@ -94,7 +93,6 @@ class Federation:
             layouts,
             store,
             options,
-            is_overlapped=overlapped,
             name=f"island {island.index}",
             regional=self._regional,
         )
