@@ -136,12 +136,6 @@ class Captures:
             if vector.role == "stepped":
                 scatter(vector, value, tensors)
 
-    @torch.no_grad()
-    def write(self, anchor: Block, tensors: Sequence[Tensor]) -> None:
-        """Copy an anchor, including its buffers, into the model."""
-        for vector, value in zip(self._layouts.exact.vectors, anchor[1], strict=True):
-            scatter(vector, value, tensors)
-
     def clear_residuals(self) -> None:
         """Set the encoding errors to zero, because the copied state contains another worker's errors."""
         for each in self._encoder.residuals:

@@ -412,7 +412,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
     async def _write_anchor(self, tensors: Sequence[Tensor]) -> None:
         """Write the newest anchor (common weights) that this rank has into the model, including its buffers."""
         if self._is_first:
-            self._captures.write(self._newest_anchor(), tensors)
+            self._captures.apply(self._newest_anchor(), tensors, keeps_progress=False)
         if self._links is not None:
             with self._links.replica.step():
                 await self._links.deliver(self._own_tensors())

@@ -78,7 +78,7 @@ class EagerFragment(FragmentState):
             for rest, own in zip(self._rest, self._own, strict=True):
                 rest.add_(own.div_(donor_count))
         if donor_count or any(rest.any() for rest in self._rest):
-            self._move(self._rest)
+            super()._take(self._rest)
         for place, rest in enumerate(self._rest):
             if donor_count:
                 torch.neg(self._own[place], out=rest)

@@ -93,13 +93,8 @@ class FragmentState(Fragment):
             self.layout.average(each, number, parts, weights, into)
 
     @property
-    def accepts_slices(self) -> bool:
-        """True with an anchor: :meth:`merge` then needs the mean only during the call, and accepts it in slices."""
-        return self._outer is not None
-
-    @property
-    def returns_to_anchor(self) -> bool:
-        """True with an anchor, which :meth:`apply` writes into the model even if it has not moved."""
+    def has_outer_step(self) -> bool:
+        """True with an outer optimizer. See :attr:`Fragment.has_outer_step`."""
         return self._outer is not None
 
     @torch.no_grad()
@@ -126,11 +121,8 @@ class FragmentState(Fragment):
 
     def _take(self, differences: Sequence[Tensor]) -> None:
         """Move the anchors by their mean differences, which are given in consecutive parts."""
-        self._move(differences)
-
-    def _move(self, gradients: Sequence[Tensor]) -> None:
         assert self._outer is not None, "states have no anchor"
-        self._outer.step(gradients)
+        self._outer.step(differences)
 
     def _keep_base(self) -> None:
         """Copy the anchor, which is about to move, if this rank's next difference is still measured from it."""

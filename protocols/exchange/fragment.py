@@ -73,13 +73,12 @@ class Fragment:
         return self.layout.stepped_entries
 
     @property
-    def returns_to_anchor(self) -> bool:
-        """True if :meth:`apply` writes reference weights (an anchor) even after a round without donors."""
-        return False
+    def has_outer_step(self) -> bool:
+        """True if :meth:`merge` moves reference weights (an anchor) with an outer optimizer.
 
-    @property
-    def accepts_slices(self) -> bool:
-        """True if :meth:`merge` accepts the mean of parameters in slices, and needs it only during the call."""
+        It then accepts the mean of parameters in slices, and needs it only during the call. :meth:`apply` writes the
+        anchor even after a round without donors.
+        """
         return False
 
     @property
@@ -126,7 +125,7 @@ class Fragment:
         """Decode the mean of all donors' contributions, and keep it until it is applied.
 
         Args:
-            encoded: Consecutive parts of each vector's mean: the whole vector or, if :attr:`accepts_slices`, the slices
+            encoded: Consecutive parts of each vector's mean: the whole vector or, if :attr:`has_outer_step`, the slices
                 of a stepped vector.
         """
         self._values = {

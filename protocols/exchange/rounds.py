@@ -225,7 +225,7 @@ class RoundTransfers:
         # Skip a mean that is not for this member, or that its received state already includes.
         if fragment.takes(own.number) and not has_merged(self._fragments, own.number):
             own_parts = [[each] for each in own.mean]
-            if fragment.accepts_slices and own.mean:
+            if fragment.has_outer_step and own.mean:
                 own_parts = fragment.layout.divided(own.mean, own.read_in_place)
             fragment.merge(own.verdict, own_parts)
         own.has_merged = True
@@ -388,7 +388,7 @@ class RoundTransfers:
 
     def _accepts_slices(self, own: MemberRound, each: Slice) -> bool:
         fragment = self._fragments[own.fragment]
-        return fragment.accepts_slices and fragment.layout.vectors[each.vector].role == "stepped"
+        return fragment.has_outer_step and fragment.layout.vectors[each.vector].role == "stepped"
 
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
         if not self._scratch or len(self._scratch[0]) < nbytes:

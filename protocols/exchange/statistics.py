@@ -119,7 +119,7 @@ def result_of(
             cosine = mean_cosine(replace(verdict, norms=ready.norms), ready.norm)
     total = sum(verdict.weights)
     donors = tuple(replicas.replica_ranks(donor)[0] for donor in verdict.donors)
-    has_changed = bool(donors or fragment.returns_to_anchor or (ready.nonfinite and fragment.anchors))
+    has_changed = bool(donors or fragment.has_outer_step or (ready.nonfinite and fragment.anchors))
     return StepInfo(
         averaged_this_iteration=has_changed,
         abandoned="" if has_changed else _NO_DONOR,
