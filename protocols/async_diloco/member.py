@@ -139,7 +139,7 @@ class AsyncMember:
             return  # registered() retries with the next leader
         self._registrations.append(HeldAnchor(version, applied, block))
         self._services.engine.recheck()
-        self.post(AnchorTaken(), leader, version)
+        self._channel.post(AnchorTaken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
         """Wait until this rank may leave. Its contribution must be answered, and the next leader must have the anchor.
@@ -301,7 +301,7 @@ class AsyncMember:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
                 elif self._fetching is None:  # the answer is for a contribution of this rank's previous process
-                    self.post(AnchorTaken(), leader, message.version)
+                    self._channel.post(AnchorTaken(), leader, message.version)
             case Registered(applied):
                 task = self._take_registration(leader, number, applied)
                 self._anchors.spawn(task, f"global anchor {number}")
@@ -325,7 +325,7 @@ class AsyncMember:
             self._store.outer = report.version, outer
         self._contributions.note_taken(leader)
         self.take_answer(number, Answer(report, block))
-        self.post(AnchorTaken(), leader, report.version)
+        self._channel.post(AnchorTaken(), leader, report.version)
 
     def take_answer(self, number: int, answer: Answer) -> None:
         """Record the leader's answer to this rank's contribution ``number``."""
@@ -339,10 +339,10 @@ class AsyncMember:
         held, outer = self._store.anchor_of(version), self._store.outer
         if is_outer and outer is not None and outer[0] == version:
             self._anchors.offer(version, outer[1], leader, SECOND)
-            self.post(AnchorOffer((), outer[1].numel(), 0), leader, version)
+            self._channel.post(AnchorOffer((), outer[1].numel(), 0), leader, version)
         elif not is_outer and held is not None:
             self._anchors.offer(version, held.block[0], leader)
-            self.post(AnchorOffer(held.applied, 0, held.merged), leader, version)
+            self._channel.post(AnchorOffer(held.applied, 0, held.merged), leader, version)
 
     async def _inherit(self, leader: int, version: int, given: AnchorOffer) -> None:
         """Fetch the common weights and the outer optimizer's state of a leaving leader."""
@@ -353,7 +353,7 @@ class AsyncMember:
         self._has_inherited = True
         self._store.inherited = HeldAnchor(version, given.applied, block, given.merged)
         self._store.outer = version, outer
-        self.post(AnchorTaken(), leader, version)
+        self._channel.post(AnchorTaken(), leader, version)
 
     async def _fetch_anchor(self, leader: int, version: int, block: Block, outer: Tensor | None) -> bool:
         """Fetch a version of the anchor and, unless ``outer`` is None, the outer optimizer's state."""
@@ -369,8 +369,4 @@ class AsyncMember:
         if self._membership.leads:
             self._handle(leader, number, message)
         else:
-            self.post(message, leader, number)
-
-    def post(self, message: AsyncMessage, dest: int, number: int) -> None:
-        """Send a message to ``dest``, unless ``dest`` is lost."""
-        self._channel.post(message, dest, number)
+            self._channel.post(message, leader, number)

@@ -72,10 +72,6 @@ class Outstanding:
         copy_all([state["encoded"]], [block[0]])
         return cls(state["sequence"], block, Arrived(*state["report"]))
 
-    def left_out(self) -> Outstanding:
-        """Return a copy of the contribution with norm NaN, so that the leader answers it but does not apply it."""
-        return replace(self, report=replace(self.report, norm=math.nan))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
@@ -192,9 +188,10 @@ class MemberStore:
         if state["answer"] is not None:
             self.answer = Answer.of(state["answer"], layouts, sources)
         if state["outstanding"] is not None:
-            self.outstanding = Outstanding.of(state["outstanding"], layouts)
+            self.outstanding = own = Outstanding.of(state["outstanding"], layouts)
             if any(sources[each] == sources[rank] for each in sources if each < rank):
-                self.outstanding = self.outstanding.left_out()
+                # A norm of NaN lets the leader answer the contribution without applying it.
+                self.outstanding = replace(own, report=replace(own.report, norm=math.nan))
 
     def state(self, served: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return this member's state as a dict for checkpoints.

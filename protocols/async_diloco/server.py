@@ -1,7 +1,7 @@
 """Serves asynchronous DiLoCo on the leader: fetches contributions, and offers the updated common weights (the anchor).
 
 A new leader begins with an election: all living members report their newest anchors and unanswered contributions. The
-leader takes the newest anchor (:func:`~protocols.async_diloco.arrivals.choose`), and handles the contributions as new
+leader takes the newest anchor (:func:`~protocols.async_diloco.arrivals.newest`), and handles the contributions as new
 arrivals. All work is done in service tasks, never inside a step.
 """
 
@@ -22,7 +22,7 @@ from asyncdist.protocols.async_diloco.arrivals import (
     ArrivalWeighting,
     Handling,
     Quorum,
-    choose,
+    newest,
     weight_of,
 )
 from asyncdist.protocols.async_diloco.blocks import Block, Layouts
@@ -122,7 +122,7 @@ class Server:
     def on_member_state(self, rank: int, member_state: MemberState) -> None:
         """Record a member's report. When all living members have reported, fetch the newest common weights."""
         self._member_states[rank] = member_state
-        self._start_due_task()
+        self.start_due_task()
 
     async def _elect(self) -> None:
         """Start to serve with the newest anchor and the newest outer optimizer's state of the living members."""
@@ -130,17 +130,15 @@ class Server:
         held: HeldAnchor | None = None
         outer: tuple[int, Tensor] | None = None
         while True:
-            choice = choose({rank: self._member_states[rank] for rank in self._membership.living}, me)
+            member_states = {rank: self._member_states[rank] for rank in self._membership.living}
             if held is None:
-                is_own = choice.holder == me
-                held = self._store.newest if is_own else await self._fetch_anchor(choice.holder, choice.version)
-            elif outer is None and choice.outer_holder >= 0:
-                is_own = choice.outer_holder == me
-                outer = (
-                    self._store.outer if is_own else await self._fetch_outer(choice.outer_holder, choice.outer_version)
-                )
-            else:
+                version, holder = newest({rank: each.version for rank, each in member_states.items()}, me)
+                held = self._store.newest if holder == me else await self._fetch_anchor(holder, version)
+                continue
+            version, holder = newest({rank: each.outer_version for rank, each in member_states.items()}, me)
+            if outer is not None or version < 0:
                 break
+            outer = self._store.outer if holder == me else await self._fetch_outer(holder, version)
         elected = held
         if self._regional is not None:
             state = None if outer is None else unpacked(outer[1])["regional"]
@@ -229,7 +227,7 @@ class Server:
             self._arrivals.on_gone(worker)
         if self._regional is not None:
             self._regional.release()
-        self._start_due_task()
+        self.start_due_task()
         self._services.engine.recheck()
 
     def on_admitted(self, rank: int) -> None:
@@ -239,7 +237,7 @@ class Server:
     def on_settling(self) -> None:
         """Stop waiting for contributions of members that make no steps for now."""
         self._arrivals.settling = self._membership.settling
-        self._start_due_task()
+        self.start_due_task()
         self._services.engine.recheck()
 
     # -- contributions ----------------------------------------------------------------------------------------------
@@ -284,10 +282,10 @@ class Server:
 
     def _note_received(self, arrival: Arrival) -> None:
         self._arrivals.on_received(arrival, self._services.time())
-        self._start_due_task()
+        self.start_due_task()
         self._services.engine.recheck()
 
-    def _start_due_task(self) -> None:
+    def start_due_task(self) -> None:
         """Start the election if all members have reported, or make versions if enough contributions have arrived."""
         if self._task is not None:
             return
@@ -304,7 +302,7 @@ class Server:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled() and task.exception() is None:
-            self._start_due_task()
+            self.start_due_task()
             self._services.engine.recheck()
 
     async def _make_versions(self) -> None:
@@ -435,7 +433,7 @@ class Server:
     def on_register(self, rank: int) -> None:
         """Accept a rank as its island's server, and answer with the global anchor."""
         self._registering.append(rank)
-        self._start_due_task()
+        self.start_due_task()
 
     def _answer_registrations(self) -> None:
         """Drop the unapplied contributions of islands with new servers, and offer the anchor to these servers."""
@@ -453,10 +451,6 @@ class Server:
             elif rank in self._membership.living:
                 self._anchors.offer(version, block[0], rank)
                 self._channel.post(Registered(applied), rank, version)
-
-    def on_merge_due(self) -> None:
-        """Start merging the global common weights that have arrived."""
-        self._start_due_task()
 
     def _merge(self) -> None:
         if self._regional is not None and self._regional.has_answer:
@@ -480,7 +474,7 @@ class Server:
         """Resume changing the common weights after :meth:`freeze`, unless this rank is leaving."""
         if self._is_frozen and not self._is_leaving:
             self._is_frozen = False
-            self._start_due_task()
+            self.start_due_task()
 
     def last_reported(self, rank: int) -> int:
         """Return the sequence number of a rank's last reported contribution, or 0."""

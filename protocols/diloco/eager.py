@@ -179,8 +179,3 @@ class AnchorMean(Fragment):
                 own.copy_(new)
         self._values = {}
         self.number = 0
-
-
-def interleaved(fragments: Sequence[Fragment], means: Sequence[AnchorMean]) -> list[Fragment]:
-    """Return the fragments in the order of the averaging rounds: each fragment is followed by all of ``means``."""
-    return [each for fragment in fragments for each in (fragment, *means)]

@@ -22,7 +22,7 @@ import math
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from asyncdist import LocalProtocolError, validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
-from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interleaved
+from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS, foreign_call_hint
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of, warn_of_iterates
@@ -39,6 +39,7 @@ from asyncdist.protocols.diloco.radial import embeddings_of
 from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
 from asyncdist.protocols.exchange.fragment import Fragment, Mean
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch
+from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.pending_rounds import PendingRound
 from asyncdist.protocols.exchange.policy import ExchangePolicy
@@ -50,13 +51,6 @@ from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.protocols.wrappers import reshard
 from asyncdist.tensors.flat_state import Entry
-
-
-class ArrivedMean(NamedTuple):
-    """An averaging round whose mean has arrived, and the seconds for which a step waited for the mean."""
-
-    pending: PendingRound
-    waited_s: float
 
 
 @with_options(DiLoCoOptionNames, CommonOptions, DiLoCoOptions)
@@ -117,7 +111,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._step_tokens = StepTokens(own.weights)
         self._tokens = [0.0] * own.fragments  # tokens since each fragment's last contribution
-        self._arrived_means: dict[int, ArrivedMean] = {}  # by fragment: mean that its next eager step applies
+        # By fragment: round whose mean its next eager step applies, and the seconds for which a step waited for it.
+        self._arrived_means: dict[int, tuple[PendingRound, float]] = {}
         self._anchor_means: list[AnchorMean] = []  # by fragment; empty without eager
         self._settled_at = 0  # last round after which the anchors were averaged
         if own.eager:
@@ -233,7 +228,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
     # -- eager outer steps --------------------------------------------------------------------------------------------
 
     def _exchanged(self) -> Sequence[Fragment]:
-        return interleaved(self._fragments, self._anchor_means) if self._own_options.eager else self._fragments
+        return [each for fragment in self._fragments for each in (fragment, *self._anchor_means)]
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Wait for the means that are due. With ``eager``, they are applied in the next round of their fragments."""
@@ -242,7 +237,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         for fragment, pending in self._pending_rounds.due_means(step):
             began_at = self._world.time()
             await self._merged(pending.number)
-            self._arrived_means[fragment] = ArrivedMean(pending, self._world.time() - began_at)
+            self._arrived_means[fragment] = pending, self._world.time() - began_at
             self._pending_rounds.end(fragment)
         return []
 
@@ -254,7 +249,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         mean = own.mean  # the mean of the previous round
         await self._capture(step)
         arrived = self._arrived_means.pop(fragment, None)
-        pending = PendingRound(0, step, step) if arrived is None else arrived.pending
+        pending = PendingRound(0, step, step) if arrived is None else arrived[0]
         ready = await self._readiness(fragment, pending.number)
         await self._write(fragment, ready, is_late=False, is_left_out=False)
         if mean is None or arrived is None:  # the first eager step applies only this rank's share
@@ -262,9 +257,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
             count = 0 if fragment in self._unsound_captures else 1
             mean = Mean(Verdict(1, (self._world.rank,) * count, (1.0,) * count, (0.0,) * count))
         info = self._info_of(fragment, pending, mean, ready)
-        seconds, waited_s = self._world.time() - began_at, 0.0
-        if arrived is not None:
-            waited_s = arrived.waited_s
+        seconds, waited_s = self._world.time() - began_at, 0.0 if arrived is None else arrived[1]
         info = replace(info, seconds=seconds + waited_s, waited_s=waited_s, staleness_versions=int(arrived is not None))
         if arrived is None:
             info = replace(info, left_out=(), nbytes=0)
@@ -302,7 +295,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
                 encoded = exchange.new_encoded(place)
                 norm = each.capture(tensors, encoded)
                 each.begin(number, version)
-                exchange.contribute(number, encoded, 1.0, norm if is_sound else math.nan)
+                exchange.contribute(number, encoded, Report(1.0, norm if is_sound else math.nan))
         for number, _ in enumerate(self._anchor_means, first):
             await exchange.merged(number)
         with self._weights.following():

@@ -27,7 +27,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.protocols.exchange.catch_up import CatchUp
 from asyncdist.protocols.exchange.fetch import Offers
 from asyncdist.protocols.exchange.fragment import Fragment
-from asyncdist.protocols.exchange.ledger import Partners, Quorum, Weighing, all_members, reported_weights
+from asyncdist.protocols.exchange.ledger import Partners, Quorum, Report, Weighing, all_members, reported_weights
 from asyncdist.protocols.exchange.messages import (
     Captured,
     CensusReply,
@@ -157,20 +157,18 @@ class Exchange:
         """Allow the memory of a model fragment's last mean to be reused, because it was applied."""
         self._transfers.note_applied(fragment)
 
-    def contribute(
-        self, number: int, encoded: Sequence[Tensor], weight: float, norm: float, scores: tuple[float, ...] = ()
-    ) -> None:
+    def contribute(self, number: int, encoded: Sequence[Tensor], report: Report) -> None:
         """Offer ``encoded`` as this member's contribution to averaging round ``number``.
 
         The caller must not change these tensors afterwards.
         """
         own = self._round(number)
-        own.contribution, own.weight, own.norm, own.scores = encoded, weight, norm, scores
+        own.contribution, own.report = encoded, report
         self._unused.pop(own.fragment, None)
         self._transfers.offer_contribution(own)
         self._contributed[own.fragment] = number
         self._is_paused = False
-        self._send_to_leader(Captured(weight, norm, scores), number)
+        self._send_to_leader(Captured(*report), number)
         self._request_missed(own.fragment)
 
     def next_open(self, fragment: int) -> int:
@@ -288,8 +286,7 @@ class Exchange:
     def contribution_state(self, number: int) -> dict[str, Any]:
         """Return a copy of this member's contribution to an unfinished round, for a checkpoint."""
         own = self._rounds[number]
-        encoded = [each.clone() for each in own.contribution]
-        return {"encoded": encoded, "weight": own.weight, "norm": own.norm, "scores": own.scores}
+        return {"encoded": [each.clone() for each in own.contribution], **own.report._asdict()}
 
     def members(self) -> tuple[int, ...]:
         """Return the living members in the order in which they may lead."""
@@ -449,7 +446,7 @@ class Exchange:
             later = self._round(self.next_open(own.fragment))
             self._transfers.move_contribution(own, later)
             self._contributed[own.fragment] = later.number
-            self._send_to_leader(Captured(later.weight, later.norm, later.scores), later.number)
+            self._send_to_leader(Captured(*later.report), later.number)
             if self._is_paused:  # the leader takes each contribution as the end of a pause
                 self._send_to_leader(Paused(), 0)
 

@@ -480,7 +480,7 @@ class ExchangePolicy(ReplicatedPolicy):
     def _contribute(self, number: int, encoded: Sequence[Tensor], report: Report) -> None:
         """Offer a contribution to the other ranks, or merge it if this rank is alone."""
         if self._exchange is not None:
-            self._exchange.contribute(self._number_in_exchange(number), encoded, *report)
+            self._exchange.contribute(self._number_in_exchange(number), encoded, report)
             return
         verdict = verdict_alone(report, self.weigh({self._world.rank: report}))
         mean = [[each] for each in encoded] if verdict.donors else ()

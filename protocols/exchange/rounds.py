@@ -24,6 +24,7 @@ from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.layout.wire_layout import Slice, WireLayout
+from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.exchange.messages import RoundState, Verdict
 from asyncdist.protocols.parameter_stream import neighbours
 from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
@@ -37,6 +38,7 @@ logger = logging.getLogger("protocols.exchange.rounds")
 #: Maximum number of labels in one round: one for each slice of a contribution, and for each slice of the mean in each
 #: attempt.
 _LABEL_COUNT: Final = 1 << 30
+_NO_REPORT: Final = Report(0.0, 0.0)  # of a member that has not contributed
 _YIELD_NBYTES: Final = 4 << 20  # number of bytes that are averaged before other tasks run
 
 
@@ -63,9 +65,9 @@ class MemberRound:
 
     Attributes:
         contribution: This member's encoded contribution, by vector. Empty before it is made.
+        report: This member's report on its contribution.
         attempt: Number of the leader's last decision (verdict) on the round, or 0.
         verdict: Decision whose mean this member receives or has. None before it, and while members report after a loss.
-        scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector. Empty until it is requested.
         read_in_place: Slices of the mean that are read in their owners' memory and are therefore missing in ``mean``.
         has_received: Whether the member has received the mean. If replicas have several ranks, the mean is added to the
@@ -76,9 +78,7 @@ class MemberRound:
     number: int
     fragment: int
     contribution: Sequence[Tensor] = ()
-    weight: float = 0.0
-    norm: float = 0.0
-    scores: tuple[float, ...] = ()
+    report: Report = _NO_REPORT
     attempt: int = 0
     verdict: Verdict | None = None
     mean: list[Tensor] = field(default_factory=list)
@@ -105,9 +105,7 @@ class MemberRound:
             verdict = self.verdict
             of_mean = {"donors": verdict.donors, "weights": verdict.weights, "norms": verdict.norms}
             of_mean |= {"donor_scores": verdict.scores, "late": verdict.late}
-        return RoundState(
-            self.number, self.attempt, self.has_merged, self.weight, self.norm, scores=self.scores, **of_mean
-        )
+        return RoundState(self.number, self.attempt, self.has_merged, **self.report._asdict(), **of_mean)
 
 
 class RoundTransfers:
@@ -210,8 +208,8 @@ class RoundTransfers:
         offers, own.offers = own.offers, []
         for offer in offers:
             self._server.withdraw(offer)
-        later.contribution, later.weight, later.norm, later.scores = own.contribution, own.weight, own.norm, own.scores
-        own.contribution, own.weight, own.norm, own.scores = (), 0.0, 0.0, ()
+        later.contribution, later.report = own.contribution, own.report
+        own.contribution, own.report = (), _NO_REPORT
         self.offer_contribution(later)
 
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:

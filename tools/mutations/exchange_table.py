@@ -341,8 +341,8 @@ EXCHANGE_MUTANTS: Final = (
         "async diloco",
         "a new leader continues from the oldest anchor",
         "protocols/async_diloco/arrivals.py",
-        "        return max(version, key=lambda rank: (version[rank], rank == me, -rank))\n",
-        "        return min(version, key=lambda rank: (version[rank], rank != me, rank))\n",
+        "    holder = max(versions, key=lambda rank: (versions[rank], rank == me, -rank))\n",
+        "    holder = min(versions, key=lambda rank: (versions[rank], rank != me, rank))\n",
         ASYNC_DILOCO,
     ),
     Mutant(

@@ -100,7 +100,7 @@ class Federation:
 
     def _on_answer(self) -> None:
         if self.member.server is not None:
-            self.member.server.on_merge_due()
+            self.member.server.start_due_task()  # which merges the answer
 
     async def settled(self, deadline: float) -> None:
         """Wait until this rank may leave the group of all ranks. It may already leave its island."""

@@ -7,10 +7,10 @@ pieces limit the additional memory on the device.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from asyncdist.tensors.codecs import Codec, ErrorFeedback, piece_count
 
 #: Types of devices on which contributions are encoded. On others, codecs are not known to give the same bytes.
 _DEVICE_TYPES: Final = ("cuda",)
+
+
+#: Function that computes the first index and the values of each piece of a vector.
+_Pieces: TypeAlias = Callable[[], Iterable[tuple[int, Tensor]]]
 
 
 class Encoder:
@@ -59,11 +63,11 @@ class Encoder:
                 encode the parameters themselves.
         """
         norm, given = 0.0, iter(anchors)
-        with_feedback: list[tuple[ErrorFeedback, Codec, Iterable[tuple[int, Tensor]], Tensor]] = []
+        with_feedback: list[tuple[ErrorFeedback, Codec, _Pieces, Tensor]] = []
         for place, (vector, into) in enumerate(zip(self._layout.vectors, encoded, strict=True)):
             anchor = next(given, None) if vector.role == "stepped" else None
             pieces = self._pieces(vector, tensors, anchor, into)
-            for start, values in pieces:
+            for start, values in pieces():
                 if vector.role == "stepped":
                     norm = math.hypot(norm, norm_of(values))
                 if vector.codec is not None and place not in self._feedback:
@@ -72,54 +76,43 @@ class Encoder:
                 with_feedback.append((self._feedback[place], vector.codec, pieces, into))
         if math.isfinite(norm):
             for feedback, codec, pieces, into in with_feedback:
-                for start, values in pieces:
+                for start, values in pieces():
                     _encode(codec, start, values, into, feedback)
         return norm
 
-    def _pieces(
-        self, vector: Vector, tensors: Sequence[Tensor], anchor: Tensor | None, into: Tensor
-    ) -> Iterable[tuple[int, Tensor]]:
-        """Return the first index and the values of each piece. On the host, all values are one piece."""
+    def _pieces(self, vector: Vector, tensors: Sequence[Tensor], anchor: Tensor | None, into: Tensor) -> _Pieces:
+        """Return a function of the first index and the values of each piece. On the host, all values are one piece."""
         device = _common_device(vector, tensors)
         if vector.codec is not None and device is not None and device.type in _DEVICE_TYPES:
-            return _DevicePieces(vector, vector.codec, tensors, anchor, device)
+            return functools.partial(_device_pieces, vector, vector.codec, tensors, anchor, device)
         flat = vector.values_of(into, self._scratch)
         if anchor is None:
             gather(vector, tensors, flat)
         else:
             subtract(vector, anchor, tensors, flat)
-        return [(0, flat)]
+        return lambda: [(0, flat)]
 
 
-@dataclass(frozen=True, slots=True)
-class _DevicePieces:
-    """Computes the values of a vector on the device of the model's tensors, anew in each iteration."""
-
-    vector: Vector
-    codec: Codec
-    tensors: Sequence[Tensor]
-    anchor: Tensor | None
-    device: torch.device
-
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        step, count = piece_count(self.codec.block, self.device), self.vector.count
-        for start in range(0, count, step):
-            yield start, self._values(start, min(start + step, count))
-
-    def _values(self, start: int, stop: int) -> Tensor:
-        flat = torch.zeros(stop - start, dtype=self.vector.dtype, device=self.device)  # gaps between entries stay 0
-        if self.anchor is not None:
-            flat.copy_(self.anchor[start:stop])
-        for index, first, end in self.vector.places:
+def _device_pieces(
+    vector: Vector, codec: Codec, tensors: Sequence[Tensor], anchor: Tensor | None, device: torch.device
+) -> Iterator[tuple[int, Tensor]]:
+    """Compute the values of a vector on the device of the model's tensors, piece by piece."""
+    step = piece_count(codec.block, device)
+    for start in range(0, vector.count, step):
+        stop = min(start + step, vector.count)
+        flat = torch.zeros(stop - start, dtype=vector.dtype, device=device)  # gaps between entries stay 0
+        if anchor is not None:
+            flat.copy_(anchor[start:stop])
+        for index, first, end in vector.places:
             low, high = max(first, start), min(end, stop)
             if low < high:
-                own = values_of(self.vector, self.tensors[index])[low - first : high - first]
+                own = values_of(vector, tensors[index])[low - first : high - first]
                 into = flat[low - start : high - start]
-                if self.anchor is None:
+                if anchor is None:
                     into.copy_(own)
                 else:
                     torch.sub(rounded(into, own.dtype), own.to(flat.dtype), out=into)
-        return flat
+        yield start, flat
 
 
 def _encode(codec: Codec, start: int, values: Tensor, encoded: Tensor, feedback: ErrorFeedback | None = None) -> None:
