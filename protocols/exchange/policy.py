@@ -34,7 +34,7 @@ from asyncdist.protocols.exchange.replicas.division import ReplicaParts, write_p
 from asyncdist.protocols.exchange.replicas.group import Readiness, joined_replica
 from asyncdist.protocols.exchange.rounds import copy_encoded, has_merged
 from asyncdist.protocols.exchange.schedule import Schedule
-from asyncdist.protocols.exchange.statistics import ExchangeStatistics, in_round, result_of, statistics_of
+from asyncdist.protocols.exchange.statistics import ExchangeStatistics, result_of, statistics_of
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
@@ -108,7 +108,6 @@ class ExchangePolicy(ReplicatedPolicy):
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
         self._found_finite_at = self._recovered_at = -1  # last steps that found finite weights, or replaced bad ones
         self._unfinished: set[int] = set()  # rounds in flight that the last settle() could not end
-        self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to unfinished rounds, by round
 
     def statistics(self) -> ExchangeStatistics:
         """Return this member's counts since its start."""
@@ -233,20 +232,15 @@ class ExchangePolicy(ReplicatedPolicy):
         agreed = await super()._agree()
         self._pending_rounds.catch_up(self.iteration, agreed.marks)
         if self.keeps_replicas:
-            await self._start_replica()
+            start = self._joint_start
+            facts = self._world, start, self._replicas, self._flat, self._group.ranks, self._first_weights()
+            await self._free_replica()  # a restarted rank may have a group from a failed attempt to join
+            self._replica = await joined_replica(*facts, start.left_s(self._start_timeout_s))
         return agreed
 
     def _start_mark(self) -> int | None:
         waits_for_all = self._quorum is None and not self._pending_rounds.skips_late
         return self._pending_rounds.mark(self.iteration) if waits_for_all and self.iteration else super()._start_mark()
-
-    async def _start_replica(self) -> None:
-        """Create the group of this rank's replica, and compare its model with the other replicas' models."""
-        start = self._joint_start
-        left_s, weights = start.left_s(self._start_timeout_s), self._first_weights()
-        facts = self._world, start, self._replicas, self._flat, self._group.ranks, weights
-        await self._free_replica()  # a restarted rank may have a group from a failed attempt to join
-        self._replica = await joined_replica(*facts, left_s)
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         facts = self._services, scopes, membership, self._exchanged()
@@ -373,23 +367,19 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _take_saved(self) -> None:
         """Load the state that :meth:`load_state_dict` or another rank has provided, if any."""
-        if self._saved is not None:
-            with validation.reading_state(type(self).__name__):
-                self._take(self._saved)
-
-    def _take(self, saved: Mapping[str, Any]) -> None:
-        if saved["fragments"]:
-            self._replicas.check_saved(self._world.rank, saved)
-        restore(saved, self._fragments, self._pending_rounds)
-        self._was_loaded = any(fragment.version for fragment in self._fragments)
-        self._given = dict(saved["contributions"])
+        if self._saved is None:
+            return
+        with validation.reading_state(type(self).__name__):
+            if self._saved["fragments"]:
+                self._replicas.check_saved(self._world.rank, self._saved)
+            restore(self._saved, self._fragments, self._pending_rounds)
+            self._was_loaded = any(fragment.version for fragment in self._fragments)
 
     def _contribute_again(self) -> None:
         """Offer the contributions from a checkpoint again. Their rounds had not ended when it was saved."""
-        given, self._given, self._saved = self._given, {}, None
-        for number, state in sorted(given.items()):
-            fragment = (number - 1) % self._fragment_count
-            encoded = self._new_encoded(fragment)
+        saved, self._saved = self._saved, None
+        for number, state in sorted(() if saved is None else saved["contributions"].items()):
+            encoded = self._new_encoded((number - 1) % self._fragment_count)
             copy_encoded(state["encoded"], encoded)
             self._contribute(number, encoded, Report(state["weight"], state["norm"], tuple(state["scores"])))
 
@@ -545,10 +535,19 @@ class ExchangePolicy(ReplicatedPolicy):
             own.forget_own()
 
     def _info_of(self, fragment: int, pending: PendingRound, mean: Mean, ready: Readiness) -> StepInfo:
-        info = result_of(self._fragments[fragment], mean, ready, self._replicas, self._first_ranks())
-        numbers = fragment, self._fragment_count, self.iteration
-        info = in_round(info, pending, *numbers, has_quorum=self._quorum is not None)
-        return replace(info, gains=self._gains_of(mean.verdict))
+        own, count, number, staleness = self._fragments[fragment], self._fragment_count, pending.number, 0
+        if self._quorum is not None:  # the anchor may move both before the contribution and before this step
+            number = (own.version - 1) * count + fragment + 1
+            staleness = own.version - 1 - pending.base_version
+        return replace(
+            result_of(own, mean, ready, self._replicas, self._first_ranks()),
+            round=number,
+            fragment=fragment,
+            fragment_count=count,
+            staleness_steps=self.iteration - pending.captured_at,
+            staleness_versions=staleness,
+            gains=self._gains_of(mean.verdict),
+        )
 
     def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
         """Return how much each donor's contribution improves the metric on held-out data. Empty if not measured."""

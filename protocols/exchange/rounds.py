@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -305,8 +305,8 @@ class RoundTransfers:
 
     async def _receive(self, own: MemberRound, verdict: Verdict) -> None:
         """Average the slices that this member owns, and receive the means of all other slices."""
-        layout = self._fragments[own.fragment].layout
-        me = self._services.rank
+        fragment, me = self._fragments[own.fragment], self._services.rank
+        layout, reads_means = fragment.layout, self._reads_means and fragment.has_outer_step
         owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]
         others = [each for each in layout.slices if verdict.source_of(each.owner) != me]
         if owned and me in verdict.donors and not own.contribution:
@@ -327,11 +327,11 @@ class RoundTransfers:
                 label = _label(verdict.attempt, each, layout)
                 means[each] = self._fetch(own, verdict.source_of(each.owner), into, label)
             for each in owned:
-                await self._average(own, verdict, each, {donor: given.get((each, donor)) for donor in verdict.donors})
+                await self._average(own, verdict, each, [given.get((each, donor)) for donor in verdict.donors])
                 if verdict.receiver < 0:
                     self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
             for each in others:
-                may_read_in_place = self._reads_means and self._accepts_slices(own, each)
+                may_read_in_place = reads_means and layout.vectors[each.vector].role == "stepped"
                 part = await means[each].whole(in_place=may_read_in_place)
                 if not means[each].is_whole:
                     own.read_in_place[each] = part
@@ -342,23 +342,24 @@ class RoundTransfers:
             for fetch in (*given.values(), *means.values()):
                 fetch.close()
 
-    async def _average(
-        self, own: MemberRound, verdict: Verdict, each: Slice, given: Mapping[int, Fetch | None]
-    ) -> None:
-        """Average one slice. ``given`` maps each donor to its pending request, and this rank to None."""
+    async def _average(self, own: MemberRound, verdict: Verdict, each: Slice, given: Sequence[Fetch | None]) -> None:
+        """Average one slice. ``given`` has the pending request to each donor, and None for this rank."""
+        fetches = [fetch for fetch in given if fetch is not None]
         for count in range(REQUEST_COUNT_MAX):
             try:
-                for fetch in given.values():
-                    if fetch is not None:
-                        await fetch.ready()
-                await self._average_ready(own, verdict, each, list(given.values()))
-                return
+                for fetch in fetches:
+                    await fetch.ready()
+                await self._average_ready(own, verdict, each, given)
+                for fetch in fetches:
+                    fetch.check()
+                break
             except StreamAborted as error:
                 if count + 1 == REQUEST_COUNT_MAX or error.rank in self._services.gone:
                     raise
-                for fetch in given.values():
-                    if fetch is not None:
-                        fetch.renew()
+                for fetch in fetches:
+                    fetch.renew()
+        for fetch in fetches:
+            fetch.complete()
 
     async def _average_ready(
         self, own: MemberRound, verdict: Verdict, each: Slice, given: Sequence[Fetch | None]
@@ -378,15 +379,6 @@ class RoundTransfers:
             if unread_nbytes >= _YIELD_NBYTES:
                 unread_nbytes = 0
                 await yield_to_loop()
-        fetches = [fetch for fetch in given if fetch is not None]
-        for fetch in fetches:
-            fetch.check()
-        for fetch in fetches:
-            fetch.complete()
-
-    def _accepts_slices(self, own: MemberRound, each: Slice) -> bool:
-        fragment = self._fragments[own.fragment]
-        return fragment.has_outer_step and fragment.layout.vectors[each.vector].role == "stepped"
 
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
         if not self._scratch or len(self._scratch[0]) < nbytes:
