@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncdist import Envelope
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.blocks import Block
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore, Outstanding
 from asyncdist.protocols.async_diloco.messages import (
@@ -58,7 +58,6 @@ class AsyncMember:
         services: Services,
         scopes: PolicyScopes,
         membership: Membership,
-        layouts: Layouts,
         store: MemberStore,
         options: ServerOptions,
         *,
@@ -67,12 +66,11 @@ class AsyncMember:
     ) -> None:
         self._services = services
         self._membership = membership
-        self._layouts = layouts
+        self._layouts = store.layouts
         self._store = store
         self._options = options
         self._regional = regional
         self._name = name
-        self._registrations: list[HeldAnchor] = []  # answers to this rank's registration as an island's server
         # Messages to the leader that arrived before this rank led.
         self._early: list[tuple[int, int, AsyncMessage]] = []
         self._fetching: asyncio.Task[None] | None = None  # fetches the answer to the contribution
@@ -118,18 +116,18 @@ class AsyncMember:
 
     async def registered(self) -> HeldAnchor:
         """Register this rank as its island's server, and return the global anchor."""
-        membership, wait = self._membership, WaitId(WaitKind.CONTRIBUTIONS)
+        own, membership, wait = self._store, self._membership, WaitId(WaitKind.CONTRIBUTIONS)
         asked = -1
 
         def has_news() -> bool:
-            return bool(self._registrations) or membership.leader != asked
+            return own.registration is not None or membership.leader != asked
 
-        while not self._registrations:
+        while own.registration is None:
             if asked != membership.leader:
                 asked = membership.leader
                 self._send_to_leader(Register(), 0)
             await self._services.engine.until(has_news, wait)
-        own, found = self._store, self._registrations.pop()
+        found, own.registration = own.registration, None
         own.base, own.outstanding, own.answer = found, None, None
         return found
 
@@ -137,7 +135,7 @@ class AsyncMember:
         block = self._layouts.new_block()
         if not await self._anchors.fetch(leader, version, block[0], f"global anchor {version}"):
             return  # registered() retries with the next leader
-        self._registrations.append(HeldAnchor(version, applied, block))
+        self._store.registration = HeldAnchor(version, applied, block)
         self._services.engine.recheck()
         self._channel.post(AnchorTaken(), leader, version)
 
@@ -243,12 +241,10 @@ class AsyncMember:
                 self._services,
                 self._channel,
                 self._membership,
-                self._layouts,
                 self._store,
                 self._contributions,
                 self._anchors,
                 self._options,
-                self._registrations,
                 self._regional,
             )
         if self._store.outstanding is not None:

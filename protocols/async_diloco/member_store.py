@@ -128,21 +128,25 @@ class MemberStore:
     """Keeps the state of one member that a new leader may need.
 
     Attributes:
+        layouts: Layouts of anchors and contributions.
         base: Anchor from which the member trains.
         sequence: Sequence number of the member's last contribution.
         outstanding: The last contribution, until it is answered.
         answer: Answer to the last contribution, until it is applied.
         inherited: Anchor received from a leaving leader or from a saved state, or None.
         outer: Version and bytes of the newest copy of the outer optimizer's state, or None.
+        registration: Answer to this rank's registration as an island's server, until it is used.
         on_answer: Function to call when the answer to a contribution has arrived.
     """
 
+    layouts: Layouts
     base: HeldAnchor
     sequence: int = 0
     outstanding: Outstanding | None = None
     answer: Answer | None = None
     inherited: HeldAnchor | None = None
     outer: tuple[int, Tensor] | None = None
+    registration: HeldAnchor | None = None
     on_answer: Callable[[], None] = lambda: None
 
     @property
@@ -162,24 +166,25 @@ class MemberStore:
             found.append(self.answer.held())
         return found
 
-    def begin(self, state: Mapping[str, Any], layouts: Layouts) -> None:
+    def begin(self, state: Mapping[str, Any]) -> None:
         """Start with a saved anchor and, if it was saved, the outer optimizer's state."""
-        self.base = HeldAnchor.of(state, layouts)
+        self.base = HeldAnchor.of(state, self.layouts)
         if "outer" in state:
             self.outer = self.base.version, state["outer"].clone()
 
-    def begin_joined(self, state: Mapping[str, Any], layouts: Layouts, sequence: int) -> None:
+    def begin_joined(self, state: Mapping[str, Any], sequence: int) -> None:
         """Start this restarted rank with the anchor of the leader that has admitted it, and drop any loaded checkpoint.
 
         Args:
             sequence: Sequence number of this rank's last contribution that the leader knows.
         """
-        self.begin(state, layouts)
+        self.begin(state)
         self.outstanding = self.answer = self.inherited = None
         self.sequence = sequence
 
-    def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
+    def load(self, state: Mapping[str, Any], sources: Mapping[int, int], rank: int) -> None:
         """Load the saved state of the rank that ``rank`` continues. See :func:`renumbered` for ``sources``."""
+        layouts = self.layouts
         self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]
         if state["served"] is not None:
             self.inherited = HeldAnchor.of(state["served"], layouts, sources)

@@ -15,8 +15,8 @@ from asyncdist.protocols.async_diloco.corrections import Correction, StalenessWe
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
 from asyncdist.protocols.declared import Options, boolean, function, integer, like, number, one_of, option, or_none
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS as DILOCO_FOREIGN_OPTIONS
-from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, text_of
-from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
+from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, outer_factory, text_of
+from asyncdist.protocols.diloco.outer_step import OuterFactory
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
 from asyncdist.protocols.selective.islands.layout import IslandOptions
 from asyncdist.protocols.step_info import PolicyEvent
@@ -93,12 +93,6 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     drain_timeout_s: float
 
 
-def _factory(name: str, value: Any) -> Any:
-    del name
-    check_factory(value)
-    return value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncDiLoCoOptions(Options):
     """Options of asynchronous DiLoCo."""
@@ -108,7 +102,7 @@ class AsyncDiLoCoOptions(Options):
         "anchor, so use smaller learning rates than in synchronous DiLoCo. By default, each difference is divided by 1 "
         "+ its staleness and subtracted from the anchor: `functools.partial(torch.optim.SGD, lr=1.0)`, with "
         "`correct=protocols.StalenessWeight(power=1.0, first_round=True)`.",
-        or_none(_factory),
+        or_none(outer_factory),
         default=None,
     )
     correct: Correction | None = option(
@@ -189,7 +183,7 @@ class AsyncDiLoCoOptions(Options):
     global_optimizer: OuterFactory | None = option(
         "Outer optimizer of the global server of islands; by default "
         "`functools.partial(protocols.DelayedNesterov, lr=0.3, momentum=0.5, delay=2)`.",
-        or_none(_factory),
+        or_none(outer_factory),
         default=None,
         group=_ISLANDS,
     )

@@ -30,11 +30,19 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist import validation
-from asyncdist.protocols.async_diloco.anchor import Anchor
+from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
+from asyncdist.protocols.async_diloco.arrivals import weight_of
 from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
 from asyncdist.protocols.async_diloco.islands.federation import Federation, divided_anew
 from asyncdist.protocols.async_diloco.member import AsyncMember
-from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore, Outstanding, saved_outer, sources_of
+from asyncdist.protocols.async_diloco.member_store import (
+    Answer,
+    HeldAnchor,
+    MemberStore,
+    Outstanding,
+    saved_outer,
+    sources_of,
+)
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import (
     FOREIGN_OPTIONS,
@@ -43,7 +51,7 @@ from asyncdist.protocols.async_diloco.options import (
     ServerOptions,
 )
 from asyncdist.protocols.async_diloco.replicated import AsyncReplicatedPolicy
-from asyncdist.protocols.async_diloco.server import Server, answered_alone
+from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, Progress, result_of, statistics_of
 from asyncdist.protocols.async_diloco.timing import Stopwatch
 from asyncdist.protocols.declared import among, with_options
@@ -206,9 +214,11 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         divisible = embeddings_of(self.model) if own.merge == "radial" else None
         self._layouts = Layouts(entries, parameters, len(self._member_ranks()), own.wire, divisible)
         self._captures = Captures(self._layouts, own.error_feedback)
-        self._store = MemberStore(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
+        self._store = MemberStore(self._layouts, HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
         if self._island is not None:
-            self._global_store = MemberStore(self._store.base)  # sharing is safe: blocks are never changed
+            self._global_store = MemberStore(
+                self._layouts, self._store.base
+            )  # sharing is safe: blocks are never changed
         self._take_saved()
 
     def _agreed_values(self) -> dict[str, str]:
@@ -225,13 +235,12 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         every = len(self._member_ranks()) if own.mirror_every is None else own.mirror_every
         options = ServerOptions(own, self.average_every, every)
         if self._island is not None:
-            both = self._store, self._global_store
-            given = self._services, scopes, membership, self._island, self._layouts, *both, options
+            given = self._services, scopes, membership, self._island, self._store, self._global_store, options
             federation = Federation(*given, is_divided_anew=self._is_divided_anew)
             membership, scopes = federation.membership, federation.scopes
             self._federation, self._member = federation, federation.member
         else:
-            facts = self._services, scopes, membership, self._layouts, self._store, options
+            facts = self._services, scopes, membership, self._store, options
             self._member = AsyncMember(*facts)
         self._admission = self._new_admission(membership, scopes)
 
@@ -280,7 +289,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         state, rank, own = self._saved, self._world.rank, self._store
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()
-        own.begin_joined(state["served"], self._layouts, dict(state["reported_to_leader"]).get(rank, 0))
+        own.begin_joined(state["served"], dict(state["reported_to_leader"]).get(rank, 0))
         self._progress = Progress(self.average_every)
         self._saved = None
         with self._weights.following():
@@ -399,12 +408,12 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
                 state, self._is_divided_anew = anew or state, anew is not None
             if state["base"] is not None:
                 self._captures.load_state_dict(state["captures"])
-                self._store.load(state, self._layouts, sources, rank)
+                self._store.load(state, sources, rank)
             if state["global"] is not None and self._island is not None:
-                self._global_store.begin(state["global"], self._layouts)
+                self._global_store.begin(state["global"])
             elif state["base"] is not None and self._island is not None:  # saved without islands
                 self._is_divided_anew = True
-                self._global_store = MemberStore(replace(self._store.newest, applied=()))
+                self._global_store = MemberStore(self._layouts, replace(self._store.newest, applied=()))
             self._progress.load(state)
 
     # -- the anchor in the model ------------------------------------------------------------------------------------
@@ -490,11 +499,18 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         return block, Arrived(own.base.version, self._progress.steps, self._progress.tokens, norm, speed)
 
     async def _apply_alone(self, contribution: Outstanding) -> None:
-        anchor, own = self._alone, self._store
+        """Apply the contribution of a rank that trains alone, and take the answer that a leader would send."""
+        anchor, own, rank, report = self._alone, self._store, self._world.rank, contribution.report
         assert anchor is not None, "the rank is not alone"
         own.outstanding = contribution  # stored, so that a cancelled call can be repeated
-        facts = self._world.rank, self._own_options.weights, self.average_every
-        own.take_answer(await answered_alone(anchor, self._layouts, own.newest, contribution, *facts))
+        outcome, staleness = Outcome((), (), math.nan, math.nan), max(0, anchor.version - report.base_version)
+        if contribution.sequence > dict(own.newest.applied).get(rank, 0):  # else the saved anchor contains it
+            weight = weight_of(report.tokens, report.steps, self._own_options.weights)
+            encoded = [each.clone() for each in contribution.block[1]]  # a repeated call uses the same block
+            outcome = await anchor.step([Contribution(rank, weight, report.norm, staleness, encoded)], 1)
+        facts = anchor.version, ((rank, contribution.sequence),), *outcome[:2], staleness, *outcome[2:]
+        block = anchor.copy_into(self._layouts.new_block())
+        own.take_answer(Answer(Applied(*facts, self.average_every, 0, 0.0, 0), block))
 
     async def _take_answer(self) -> StepInfo:
         """Apply the answer to this rank's contribution, if it has arrived. With ``late="wait"``, wait for it."""

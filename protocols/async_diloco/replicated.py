@@ -112,13 +112,13 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         world, start = self._world, self._joint_start
         check_replica_group(self.model, self._replicas.replica_ranks(world.rank), world)
         agreed = await super()._agree()
-        facts = world, start, self._replicas, self._flat, self._group.ranks, self._first_weights()
+        facts = world, start, self._replicas, self._flat, self._first_weights()
         left_s = start.left_s(self._start_timeout_s)
         await self._begin_with(await joined_replica(*facts, left_s), start, left_s)
         return agreed
 
     async def _begin_with(self, replica: ReplicaGroup, start: Start[Any] | None, left_s: float) -> None:
-        facts = self._world, start, replica, self._flat.entries, self._parameters(), left_s
+        facts = start, replica, self._flat.entries, self._parameters(), left_s
         links = self._links = await new_follower_links(*facts, is_sharded=self._holds_shards())
         try:
             await links.collect(self._own_tensors())
@@ -141,7 +141,7 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         if self._replicas.size == 1 or self._links is not None:
             return
         check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
-        facts = self._world, None, self._replicas, self._flat, self._group.ranks, self._start_timeout_s
+        facts = self._world, None, self._replicas, self._flat, self._start_timeout_s
         await self._begin_with(await new_replica(*facts), None, self._start_timeout_s)
         self._services.is_admitted = False  # the new groups have set it to True
 

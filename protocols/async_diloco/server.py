@@ -19,15 +19,14 @@ from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcom
 from asyncdist.protocols.async_diloco.arrivals import (
     Arrival,
     Arrivals,
-    ArrivalWeighting,
     Handling,
     Quorum,
     newest,
     weight_of,
 )
-from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.blocks import Block
 from asyncdist.protocols.async_diloco.islands.regional import Regional
-from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore, Outstanding
+from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore
 from asyncdist.protocols.async_diloco.messages import (
     AnchorOffer,
     AnchorRequest,
@@ -56,7 +55,6 @@ class Server:
     Args:
         store: This rank's own state as a member.
         contributions, anchors: Channels on which contributions and anchors are offered and fetched.
-        registrations: List that receives the global anchor if this rank registers with itself as the global server.
         regional: Connection to the global server; None without islands, and on the global server.
 
     Attributes:
@@ -72,23 +70,20 @@ class Server:
         services: Services,
         channel: PolicyChannel[AsyncMessage],
         membership: Membership,
-        layouts: Layouts,
         store: MemberStore,
         contributions: Offers,
         anchors: Offers,
         options: ServerOptions,
-        registrations: list[HeldAnchor],
         regional: Regional | None,
     ) -> None:
         self._services = services
         self._channel = channel
         self._membership = membership
-        self._layouts = layouts
+        self._layouts = store.layouts
         self._store = store
         self._contributions = contributions
         self._anchors = anchors
         self._options = options
-        self._registrations = registrations
         self._regional = regional
         self._registering: list[int] = []  # new servers of islands with unanswered registrations
         self._serving: dict[int, int] = {}  # by island: rank of its registered server
@@ -446,7 +441,7 @@ class Server:
             self._blocks = {key: memory for key, memory in self._blocks.items() if key[0] != worker}
             version, applied, block = self.anchor.version, self._arrivals.applications(), self._block()
             if rank == self._services.rank:
-                self._registrations.append(HeldAnchor(version, applied, block))
+                self._store.registration = HeldAnchor(version, applied, block)
                 self._services.engine.recheck()
             elif rank in self._membership.living:
                 self._anchors.offer(version, block[0], rank)
@@ -532,34 +527,3 @@ class Server:
     def close(self) -> None:
         """Stop changing the common weights, because this rank leaves."""
         self._is_frozen = self._is_leaving = True
-
-
-async def answered_alone(
-    anchor: Anchor,
-    layouts: Layouts,
-    newest: HeldAnchor,
-    contribution: Outstanding,
-    rank: int,
-    weighting: ArrivalWeighting,
-    steps: int,
-) -> Answer:
-    """Apply the contribution of a rank that trains alone, and return the answer that a leader would send.
-
-    A contribution of a saved run that the anchor already contains is not applied again.
-
-    Args:
-        newest: Copy of the anchor, with the contributions that it contains.
-        steps: Number of training steps until the next contribution.
-    """
-    report, outcome = contribution.report, Outcome((), (), math.nan, math.nan)
-    staleness = max(0, anchor.version - report.base_version)
-    if contribution.sequence > dict(newest.applied).get(rank, 0):
-        weight = weight_of(report.tokens, report.steps, weighting)
-        encoded = [each.clone() for each in contribution.block[1]]  # a cancelled call is repeated with the same block
-        given = Contribution(rank, weight, report.norm, staleness, encoded)
-        outcome = await anchor.step([given], 1)
-    block, applied = anchor.copy_into(layouts.new_block()), ((rank, contribution.sequence),)
-    return Answer(
-        Applied(anchor.version, applied, *outcome[:2], staleness, *outcome[2:], steps, 0, 0.0, 0),
-        block,
-    )

@@ -54,10 +54,10 @@ class DiLoCoOptionNames(ExchangeOptionNames, total=False):
     replica_size: int
 
 
-def _outer_factory(name: str, value: Any) -> Any:
+def outer_factory(name: str, value: Any) -> Any:
+    """Check an option that makes an outer optimizer, and return it."""
     del name
-    if value is not None:
-        check_factory(value)
+    check_factory(value)
     return value
 
 
@@ -87,7 +87,7 @@ class DiLoCoOptions(ExchangeOptions):
     outer_optimizer: OuterFactory | None = option(
         "Function that makes the outer optimizer of a list of flat parameters; by default SGD with lr 0.7 and Nesterov "
         "momentum 0.9, as in the DiLoCo paper. None averages the weights themselves (local SGD).",
-        _outer_factory,
+        or_none(outer_factory),
         default=NESTEROV,
         shown="functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)",
     )

@@ -233,7 +233,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._pending_rounds.catch_up(self.iteration, agreed.marks)
         if self.keeps_replicas:
             start = self._joint_start
-            facts = self._world, start, self._replicas, self._flat, self._group.ranks, self._first_weights()
+            facts = self._world, start, self._replicas, self._flat, self._first_weights()
             await self._free_replica()  # a restarted rank may have a group from a failed attempt to join
             self._replica = await joined_replica(*facts, start.left_s(self._start_timeout_s))
         return agreed

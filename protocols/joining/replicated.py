@@ -89,8 +89,8 @@ class ReplicatedPolicy(JoinablePolicy):
     async def _rejoin_replica(self) -> None:
         if self._replicas.size > 1 and self._replica is None:
             check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
-            facts = self._world, None, self._replicas, self._flat, self._group.ranks
-            self._replica = await new_replica(*facts, self._start_timeout_s)
+            facts = self._world, None, self._replicas, self._flat, self._start_timeout_s
+            self._replica = await new_replica(*facts)
             self._services.is_admitted = False  # the new group has set it to True
 
     async def _gather_in_replica(self, own: int) -> tuple[int, ...]:

@@ -212,7 +212,7 @@ class ReplicaAveragingPolicy(Ported):
             )
         self._inner.iteration = self.iteration
         left_s = self._joint_start.left_s(self._start_timeout_s)
-        self._replica = await new_replica(world, self._joint_start, self._replicas, self._flat, ranks, left_s)
+        self._replica = await new_replica(world, self._joint_start, self._replicas, self._flat, left_s)
         self._groups.append(self._replica.group)
         self._services.shared(ReplicaMates).ranks = frozenset(self._replica.ranks) - {world.rank}
         if isinstance(self._inner, ShardAveraging):
@@ -245,7 +245,7 @@ class ReplicaAveragingPolicy(Ported):
         check_replica_group(self.model, replicas.replica_ranks(world.rank), world)
         was_admitted = self._services.is_admitted
         try:
-            self._replica = await new_replica(world, None, replicas, self._flat, ranks, self._start_timeout_s)
+            self._replica = await new_replica(world, None, replicas, self._flat, self._start_timeout_s)
             self._groups.append(self._replica.group)
             self._services.is_admitted = was_admitted  # the group has set it to True
             self._buffers = self._flat.new_buffers()

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.async_diloco.blocks import Layouts
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.member_store import MemberStore
@@ -51,7 +50,6 @@ class Federation:
         scopes: PolicyScopes,
         everyone: Membership,
         island: Island,
-        layouts: Layouts,
         store: MemberStore,
         global_store: MemberStore,
         options: ServerOptions,
@@ -68,7 +66,6 @@ class Federation:
             services,
             scopes,
             everyone,
-            layouts,
             global_store,
             global_options,
             name="the global server",
@@ -78,7 +75,6 @@ class Federation:
         self._regional = Regional(
             self.global_member,
             global_store,
-            layouts,
             island=island.index,
             every=own.global_every,
             weight=own.merge_weight,
@@ -90,7 +86,6 @@ class Federation:
             services,
             self.scopes,
             self.membership,
-            layouts,
             store,
             options,
             name=f"island {island.index}",

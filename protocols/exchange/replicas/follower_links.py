@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncdist import Group, World
+from asyncdist import Group
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
@@ -48,7 +48,6 @@ class FollowerLinks:
 
     def __init__(
         self,
-        world: World,
         replica: ReplicaGroup,
         links: Sequence[tuple[Group, WireLayout]],
         entries: Sequence[Entry],
@@ -57,12 +56,12 @@ class FollowerLinks:
         *,
         is_sharded: bool,
     ) -> None:
-        self._world = world
+        self._world = replica.world
         self._is_sharded = is_sharded
         self._links = links
         self._follower_shards = list(follower_shards)
         self.replica, self.entries, self.parameters = replica, entries, parameters
-        self.leads = world.rank == replica.ranks[0]
+        self.leads = replica.world.rank == replica.ranks[0]
 
     def tensors(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of all entries: this rank's tensors ``own``, and the copies of the followers' shards."""
@@ -103,7 +102,6 @@ class FollowerLinks:
 
 
 async def new_follower_links(
-    world: World,
     start: Start[Any] | None,
     replica: ReplicaGroup,
     entries: Sequence[Entry],
@@ -122,23 +120,22 @@ async def new_follower_links(
     """
     try:
         if is_sharded:
-            return await _sharded_follower_links(world, start, replica, entries, parameters, timeout_s)
+            return await _sharded_follower_links(start, replica, entries, parameters, timeout_s)
         links = [(replica.group, _layout(entries, range(len(entries)), parameters))]
-        return FollowerLinks(world, replica, links, entries, parameters, is_sharded=False)
+        return FollowerLinks(replica, links, entries, parameters, is_sharded=False)
     except BaseException:
         await replica.free()
         raise
 
 
 async def _sharded_follower_links(
-    world: World,
     start: Start[Any] | None,
     replica: ReplicaGroup,
     entries: Sequence[Entry],
     parameters: set[str],
     timeout_s: float,
 ) -> FollowerLinks:
-    first, *followers = replica.ranks
+    world, (first, *followers) = replica.world, replica.ranks
     is_first = world.rank == first
     pairs = [(first, rank) for rank in followers if is_first or rank == world.rank]
     groups = await world.peers.groups.new_groups(pairs, timeout_s, part_of=start)
@@ -149,7 +146,7 @@ async def _sharded_follower_links(
         raise
     if not is_first:
         links = [(groups[0], _layout(entries, range(len(entries)), parameters))]
-        return FollowerLinks(world, replica, links, entries, parameters, is_sharded=True)
+        return FollowerLinks(replica, links, entries, parameters, is_sharded=True)
     whole, named, bounds = list(entries), set(parameters), []
     for rank, lines in zip(followers, described[1:], strict=True):
         bounds.append(range(len(whole), len(whole) + len(lines)))
@@ -159,7 +156,7 @@ async def _sharded_follower_links(
             named.update(own if is_parameter else ())
     follower_shards = [_new_shard(each) for each in whole[len(entries) :]]
     links = [(group, _layout(whole, chosen, named)) for group, chosen in zip(groups, bounds, strict=True)]
-    return FollowerLinks(world, replica, links, whole, named, follower_shards, is_sharded=True)
+    return FollowerLinks(replica, links, whole, named, follower_shards, is_sharded=True)
 
 
 def _layout(entries: Sequence[Entry], chosen: Sequence[int], parameters: set[str]) -> WireLayout:

@@ -212,14 +212,13 @@ def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
 
 
 async def new_replica(
-    world: World, start: Start[Any] | None, replicas: Replicas, flat: FlatState, ranks: Sequence[int], timeout_s: float
+    world: World, start: Start[Any] | None, replicas: Replicas, flat: FlatState, timeout_s: float
 ) -> ReplicaGroup:
     """Create the group of this rank's replica. Collective among its ranks.
 
     Args:
         start: Start of the policy, as part of which the group is created. None if the replica was restarted.
         flat: State of this rank's model, or of its shards.
-        ranks: All ranks of the policy's group.
     """
     replica_ranks, groups = replicas.replica_ranks(world.rank), world.peers.groups
     if start is None:
@@ -229,7 +228,7 @@ async def new_replica(
     replica = ReplicaGroup(world, group)
     try:
         if flat.mesh_ranks:
-            await replica.check_sharding(flat.mesh_ranks, ranks)
+            await replica.check_sharding(flat.mesh_ranks, replicas.ranks)
     except BaseException:
         await replica.free()
         raise
@@ -241,7 +240,6 @@ async def joined_replica(
     start: Start[Any],
     replicas: Replicas,
     flat: FlatState,
-    ranks: Sequence[int],
     first_weights: Mapping[str, str],
     timeout_s: float,
 ) -> ReplicaGroup:
@@ -250,7 +248,7 @@ async def joined_replica(
     Args:
         first_weights: Values that must be equal on all ranks with the same part of the model.
     """
-    replica = await new_replica(world, start, replicas, flat, ranks, timeout_s)
+    replica = await new_replica(world, start, replicas, flat, timeout_s)
     try:
         values = {**first_weights, "model": flat.fingerprint.digest[:16]}
         if flat.trained_only:
