@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncdist import RemoteProtocolError
-from asyncdist.protocols.exchange.layout.copies import as_written, gather, scatter
-from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.copies import Encoder, as_written, gather, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.joining.state_transfer import state_nbytes_max
 from asyncdist.tensors.byte_views import new_memory

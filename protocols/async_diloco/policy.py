@@ -57,9 +57,8 @@ from asyncdist.protocols.async_diloco.timing import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.foreign_options import foreign_call_hint
 from asyncdist.protocols.diloco.fragments import warn_of_iterates
-from asyncdist.protocols.diloco.options import LOSES_VALUES, check_has_whole_tensors
+from asyncdist.protocols.diloco.options import LOSES_VALUES, StepTokens, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
-from asyncdist.protocols.diloco.step_tokens import StepTokens
 from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership

@@ -15,8 +15,7 @@ from torch import Tensor
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
-from asyncdist.protocols.exchange.layout.copies import as_written, gather, norm_of, scatter
-from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.copies import Encoder, as_written, gather, norm_of, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Slice, WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
 

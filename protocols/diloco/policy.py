@@ -34,16 +34,21 @@ from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS, foreign_call_hint
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of, warn_of_iterates
-from asyncdist.protocols.diloco.options import LOSES_VALUES, DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors
+from asyncdist.protocols.diloco.options import (
+    LEAST_TOKENS,
+    LOSES_VALUES,
+    DiLoCoOptionNames,
+    DiLoCoOptions,
+    StepTokens,
+    check_has_whole_tensors,
+)
 from asyncdist.protocols.diloco.radial import embeddings_of
-from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
 from asyncdist.protocols.exchange.fragment import Fragment, Mean
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch
 from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.pending_rounds import PendingRound
 from asyncdist.protocols.exchange.policy import ExchangePolicy
-from asyncdist.protocols.exchange.schedule import Schedule
+from asyncdist.protocols.exchange.schedule import PendingRound, Schedule
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions

@@ -16,11 +16,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.layout.copies import scatter
-from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.copies import Encoder, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import Slice, WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
+from asyncdist.protocols.exchange.schedule import PendingRound, PendingRounds
 from asyncdist.tensors.byte_views import byte_view
 
 #: Names of the entries of a policy's saved state that belong to the exchange.

@@ -1,7 +1,7 @@
 """Base class of policies that average model fragments in rounds, without metrics and without a coordinator.
 
 In each step, :class:`ExchangePolicy` captures this rank's contributions to the fragments that are due
-(:mod:`protocols.exchange.pending_rounds`), and applies the means that have arrived and are due. The exchange transfers
+(:mod:`protocols.exchange.schedule`), and applies the means that have arrived and are due. The exchange transfers
 the data and handles lost ranks (:mod:`protocols.exchange.exchange`). A
 :class:`~protocols.exchange.fragment.Fragment` contains the state of a fragment, and defines what is sent and how a mean
 is applied.
@@ -29,11 +29,10 @@ from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported_weights, verdict_alone
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
-from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
 from asyncdist.protocols.exchange.replicas.division import ReplicaParts, write_parts
 from asyncdist.protocols.exchange.replicas.group import Readiness, joined_replica
 from asyncdist.protocols.exchange.rounds import copy_encoded, has_merged
-from asyncdist.protocols.exchange.schedule import Schedule
+from asyncdist.protocols.exchange.schedule import PendingRound, PendingRounds, Schedule
 from asyncdist.protocols.exchange.statistics import ExchangeStatistics, result_of, statistics_of
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
