@@ -13,11 +13,12 @@ from asyncdist import validation
 from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
 from asyncdist.protocols.async_diloco.corrections import Correction, StalenessWeight
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
-from asyncdist.protocols.declared import Options, boolean, function, integer, like, number, one_of, option, or_none
+from asyncdist.protocols.declared import boolean, function, integer, like, number, one_of, option, or_none
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS as DILOCO_FOREIGN_OPTIONS
 from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, outer_factory, text_of
 from asyncdist.protocols.diloco.outer_step import OuterFactory
-from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.exchange.options import ExchangeOptions
+from asyncdist.protocols.options import MemberOptions, OptimizerState
 from asyncdist.protocols.selective.islands.layout import IslandOptions
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec
@@ -94,7 +95,7 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncDiLoCoOptions(Options):
+class AsyncDiLoCoOptions(ExchangeOptions):
     """Options of asynchronous DiLoCo."""
 
     outer_optimizer: OuterFactory | None = option(
@@ -122,7 +123,6 @@ class AsyncDiLoCoOptions(Options):
     merge: Merge = like(DiLoCoOptions, "merge")
     wire: Codec = like(DiLoCoOptions, "wire")
     error_feedback: float | None = like(DiLoCoOptions, "error_feedback")
-    optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
     dynamic_steps: bool = option(
         "Whether slower ranks make fewer steps per contribution, in proportion to their speed, and at least one. The "
         "fastest rank makes `average_every` steps. The numbers of steps then depend on the measured times.",
@@ -201,7 +201,6 @@ class AsyncDiLoCoOptions(Options):
         group=_ISLANDS,
         is_agreed=True,
     )
-    on_event: Callable[[PolicyEvent], None] | None = like(DiLoCoOptions, "on_event")
     drain_timeout_s: float = option(
         "Seconds to wait, when leaving, for the answer to the last contribution and, as the leader, for the successor.",
         validation.seconds,
@@ -211,7 +210,7 @@ class AsyncDiLoCoOptions(Options):
 
     def __post_init__(self) -> None:
         """Check each value, and set the defaults of the outer step and of islands."""
-        Options.__post_init__(self)
+        ExchangeOptions.__post_init__(self)
         if self.outer_optimizer is None:
             if self.correct is not None:
                 validation.refuse("correct", self.correct, "None unless outer_optimizer is set")
@@ -289,8 +288,7 @@ class AsyncDiLoCoOptions(Options):
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks, by name, as JSON values."""
         return {
-            **Options.agreed(self),
-            "optimizer_state": self.optimizer_state,
+            **ExchangeOptions.agreed(self),
             "wire": text_of(self.wire),
             "outer_optimizer": "None" if self.outer_optimizer is None else described(self.outer_optimizer),
             "global_optimizer": "None" if self.global_optimizer is None else described(self.global_optimizer),

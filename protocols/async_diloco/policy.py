@@ -122,13 +122,12 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         **options: Unpack[AsyncDiLoCoOptionNames],
     ) -> None:
         own = self._own_options = AsyncDiLoCoOptions.of(options)
-        self._resets_optimizer = own.optimizer_state == "reset"
         super().__init__(
             model,
             optimizer,
             replica_size=own.replica_size,
             average_every=average_every,
-            resets_optimizer=self._resets_optimizer,
+            resets_optimizer=own.resets_optimizer,
             **among(options, MemberOptions),
         )
         own.check_grace(self.average_every)
@@ -527,7 +526,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         return NOTHING if report is None else await self._apply(report, began_at)
 
     async def _apply(self, report: Applied, began_at: float) -> StepInfo:
-        kept = None if self._resets_optimizer else self.optimizer
+        kept = None if self._own_options.resets_optimizer else self.optimizer
         links, nonfinite = self._links, describe_nonfinite(self._known_infinities, kept)
         if links is not None:
             nonfinite = (await self._agree_in_replica(links.replica, Readiness(True, nonfinite))).nonfinite
@@ -545,7 +544,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         self._progress.is_waiting = False
         if nonfinite:
             self._progress.restart()
-        if self._resets_optimizer or nonfinite:
+        if self._own_options.resets_optimizer or nonfinite:
             reset_optimizer_state(self.optimizer)
         self._progress.wanted = report.steps
         wire = self._layouts.wire if self._is_first else None  # only contributing ranks send data
