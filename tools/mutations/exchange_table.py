@@ -61,8 +61,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "a rank keeps 1 - mixing of its own weights, not mixing",
         "protocols/diloco/fragment_state.py",
-        "                new = own.mul_(mixing).add_(new * (1.0 - mixing))\n",
-        "                new = own.mul_(1.0 - mixing).add_(new * mixing)\n",
+        "                    new = own.mul_(mixing).add_(new * (1.0 - mixing))\n",
+        "                    new = own.mul_(1.0 - mixing).add_(new * mixing)\n",
         DILOCO,
     ),
     Mutant(
@@ -70,12 +70,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "the anchor itself is mixed with one rank's weights",
         "protocols/diloco/fragment_state.py",
-        "                own = torch.empty_like(new)\n"
-        "                gather(vector, tensors, own)\n"
-        "                new = own.mul_(mixing).add_(new * (1.0 - mixing))\n",
-        "                own = torch.empty_like(new)\n"
-        "                gather(vector, tensors, own)\n"
-        "                new = new.mul_(1.0 - mixing).add_(own * mixing)\n",
+        "                    new = own.mul_(mixing).add_(new * (1.0 - mixing))\n",
+        "                    new = new.mul_(1.0 - mixing).add_(own * mixing)\n",
         DILOCO,
     ),
     Mutant(
@@ -92,8 +88,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "a late mean is added with the wrong sign",
         "protocols/diloco/fragment_state.py",
-        "            scatter(vector, own.sub_(captured), tensors)\n",
-        "            scatter(vector, own.add_(captured), tensors)\n",
+        "                    new = own.sub_(captured.sub_(as_written(vector, new, tensors)))\n",
+        "                    new = own.add_(captured.sub_(as_written(vector, new, tensors)))\n",
         LATE,
     ),
     Mutant(
@@ -131,8 +127,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "a rank that is not finite keeps a share of its own weights",
         "protocols/diloco/fragment_state.py",
-        "            self._apply_mixed(tensors, 0.0 if is_whole else self._mixing)\n",
-        "            self._apply_mixed(tensors, self._mixing)\n",
+        "        mixing, keeps_progress = 0.0 if is_whole else self._mixing, is_late and not is_whole\n",
+        "        mixing, keeps_progress = self._mixing, is_late and not is_whole\n",
         UNSOUND,
     ),
     Mutant(
