@@ -133,10 +133,6 @@ class AnchorMean(Fragment):
         self._fragment = fragment
         self.number = 0
 
-    def begin(self, number: int, version: int) -> None:
-        """Expect the mean of averaging round ``number``, after ``version`` completed rounds."""
-        self.number, self.version = number, version
-
     @torch.no_grad()
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
         """Write this member's anchor and buffers into ``encoded``, and return the L2 norm of the anchor."""

@@ -299,7 +299,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
                 version, place = divmod(number - 1, place_count)
                 encoded = exchange.new_encoded(place)
                 norm = each.capture(tensors, encoded)
-                each.begin(number, version)
+                each.number, each.version = number, version
                 exchange.contribute(number, encoded, Report(1.0, norm if is_sound else math.nan))
         for number, _ in enumerate(self._anchor_means, first):
             await exchange.merged(number)

@@ -22,7 +22,7 @@ from asyncdist.tensors.byte_views import new_memory
 class CatchUp:
     """Requests the newest states of model fragments from other members, and sends them to members that missed rounds.
 
-    Args:
+    Attributes:
         offers: Offers for blocks of bytes, on a separate channel.
     """
 
@@ -30,7 +30,7 @@ class CatchUp:
         self._owner = owner
         self._services = services
         self._fragments = fragments
-        self._offers = offers
+        self.offers = offers
         self._asked: dict[int, int] = {}  # by fragment: rank whose state was requested and has not arrived
 
     def ask(self, number: int, holder: int) -> None:
@@ -48,25 +48,17 @@ class CatchUp:
                 own = self._fragments[fragment]
                 newest = (own.version - 1) * len(self._fragments) + fragment + 1
                 block = packed(own.shared_state())
-                self._offers.offer(newest, block, source)
+                self.offers.offer(newest, block, source)
                 self._owner.send(StateOffer(block.numel()), [source], newest)
             case StateOffer(nbytes):
-                self._offers.spawn(self._take(fragment, source, number, nbytes), f"state after round {number}")
+                self.offers.spawn(self._take(fragment, source, number, nbytes), f"state after round {number}")
             case StateTaken():
-                self._offers.note_taken(source, number)
+                self.offers.note_taken(source, number)
 
     def on_lost(self, living: set[int]) -> None:
         """Free the states that only lost members need, and forget requests to lost members."""
-        self._offers.note_lost(living)
+        self.offers.note_lost(living)
         self._asked = {fragment: holder for fragment, holder in self._asked.items() if holder in living}
-
-    def admit(self, rank: int) -> None:
-        """Allow messages to and from the new process of a restarted rank."""
-        self._offers.admit(rank)
-
-    def close(self) -> None:
-        """Stop all transfers of states."""
-        self._offers.close()
 
     async def _take(self, fragment: int, source: int, number: int, nbytes: int) -> None:
         own = self._fragments[fragment]
@@ -78,7 +70,7 @@ class CatchUp:
             )
         block = new_memory(nbytes)
         try:
-            has_arrived = await self._offers.fetch(source, number, block, f"the state after round {number}")
+            has_arrived = await self.offers.fetch(source, number, block, f"the state after round {number}")
             if has_arrived and own.version * len(self._fragments) < number:
                 own.load_shared_state(unpacked(block))
         finally:  # if the state has not arrived, the next ask() requests it again

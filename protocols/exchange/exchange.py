@@ -258,7 +258,7 @@ class Exchange:
         self._channel.close()
         self._server.close()
         if self._catch_up is not None:
-            self._catch_up.close()
+            self._catch_up.offers.close()
         self._services.engine.recheck()
 
     # -- newcomers --------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Exchange:
         self._channel.admit(rank)
         self._server.channel.admit(rank)
         if self._catch_up is not None:
-            self._catch_up.admit(rank)
+            self._catch_up.offers.admit(rank)
         for own in list(self._rounds.values()):
             self._begin(own)
 
