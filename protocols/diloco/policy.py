@@ -54,7 +54,6 @@ from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import StepInfo
-from asyncdist.protocols.wrappers import reshard
 from asyncdist.tensors.flat_state import Entry
 
 
@@ -289,8 +288,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         exchange, last = self._exchange, self._pending_rounds.last_number()
         if exchange is None or not self._anchor_means or self._settled_at == last:
             return
-        if self._flat.mesh_ranks:
-            reshard(self.model)
+        self._reshard()
         tensors, first = self._tensors(), self._number_in_exchange(last) + 1
         place_count = len(self._fragments) * self._numbers_per_round
         is_sound = self._known_infinities.unsound_entry_of_model() is None
