@@ -212,7 +212,8 @@ class ReplicaAveragingPolicy(Ported):
             )
         self._inner.iteration = self.iteration
         left_s = self._joint_start.left_s(self._start_timeout_s)
-        self._replica = await new_replica(world, self._joint_start, self._replicas, self._flat, left_s)
+        facts = world, self._joint_start, self._replicas, self._flat, left_s
+        self._replica = await new_replica(*facts, is_sharded=self.is_sharded)
         self._groups.append(self._replica.group)
         self._services.shared(ReplicaMates).ranks = frozenset(self._replica.ranks) - {world.rank}
         if isinstance(self._inner, ShardAveraging):

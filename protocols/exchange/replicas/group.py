@@ -212,13 +212,20 @@ def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
 
 
 async def new_replica(
-    world: World, start: Start[Any] | None, replicas: Replicas, flat: FlatState, timeout_s: float
+    world: World,
+    start: Start[Any] | None,
+    replicas: Replicas,
+    flat: FlatState,
+    timeout_s: float,
+    *,
+    is_sharded: bool = False,
 ) -> ReplicaGroup:
     """Create the group of this rank's replica. Collective among its ranks.
 
     Args:
         start: Start of the policy, as part of which the group is created. None if the replica was restarted.
         flat: State of this rank's model, or of its shards.
+        is_sharded: Whether each rank has a part of the model, even if ``flat`` does not know of other ranks.
     """
     replica_ranks, groups = replicas.replica_ranks(world.rank), world.peers.groups
     if start is None:
@@ -227,7 +234,7 @@ async def new_replica(
         group = await groups.new_group(replica_ranks, timeout_s, part_of=start)
     replica = ReplicaGroup(world, group)
     try:
-        if flat.mesh_ranks:
+        if is_sharded or flat.mesh_ranks:
             await replica.check_sharding(flat.mesh_ranks, replicas.ranks)
     except BaseException:
         await replica.free()
