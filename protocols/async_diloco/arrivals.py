@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from asyncdist.protocols.async_diloco.messages import Applications, MemberState
+from asyncdist.protocols.async_diloco.messages import Applications
 
 #: Weighting of the contributions to one version: equal, by tokens, or by tokens times tokens per step.
 ArrivalWeighting: TypeAlias = Literal["equal", "tokens", "rate"]
@@ -179,33 +179,14 @@ def weight_of(tokens: float, steps: int, weighting: ArrivalWeighting) -> float:
     return tokens if weighting == "tokens" else tokens * tokens / max(1, steps)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Names the members from which a new leader copies the anchor (common weights) and the outer optimizer's state.
-
-    Attributes:
-        version, holder: Version of the members' newest anchor, and a member that has it.
-        outer_version, outer_holder: Version of the newest copy of the outer optimizer's state, and a member that has
-            it; -1 without a copy.
-    """
-
-    version: int
-    holder: int
-    outer_version: int
-    outer_holder: int
-
-
-def choose(member_states: Mapping[int, MemberState], me: int) -> Choice:
-    """Choose the newest anchor and the newest copy of the outer optimizer's state from the members' reports.
+def newest(versions: Mapping[int, int], me: int) -> tuple[int, int]:
+    """Return the newest version of the anchor, or of the outer optimizer's state, and a member that has it.
 
     Versions are comparable, because each leader begins with the newest anchor of all living members. Among equal
     versions, the leader ``me`` prefers its own copy, then the lowest rank's.
+
+    Args:
+        versions: Version that each living member has reported, by rank.
     """
-
-    def newest(version: Mapping[int, int]) -> int:
-        return max(version, key=lambda rank: (version[rank], rank == me, -rank))
-
-    holder = newest({rank: own.version for rank, own in member_states.items()})
-    outer_holder = newest({rank: own.outer_version for rank, own in member_states.items()})
-    outer_version = member_states[outer_holder].outer_version
-    return Choice(member_states[holder].version, holder, outer_version, outer_holder if outer_version >= 0 else -1)
+    holder = max(versions, key=lambda rank: (versions[rank], rank == me, -rank))
+    return versions[holder], holder

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncdist import RemoteProtocolError
-from asyncdist.protocols.exchange.layout.copies import as_written, gather, scatter
-from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.copies import Encoder, as_written, gather, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.joining.state_transfer import state_nbytes_max
 from asyncdist.tensors.byte_views import new_memory
@@ -135,12 +134,6 @@ class Captures:
         for vector, value in zip(self._layouts.exact.vectors, anchor[1], strict=True):
             if vector.role == "stepped":
                 scatter(vector, value, tensors)
-
-    @torch.no_grad()
-    def write(self, anchor: Block, tensors: Sequence[Tensor]) -> None:
-        """Copy an anchor, including its buffers, into the model."""
-        for vector, value in zip(self._layouts.exact.vectors, anchor[1], strict=True):
-            scatter(vector, value, tensors)
 
     def clear_residuals(self) -> None:
         """Set the encoding errors to zero, because the copied state contains another worker's errors."""

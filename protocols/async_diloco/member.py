@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from asyncdist import Envelope, RankLostError
+from torch import Tensor
+
+from asyncdist import Envelope
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import StreamAborted
-from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.blocks import Block
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore, Outstanding
 from asyncdist.protocols.async_diloco.messages import (
@@ -30,11 +31,10 @@ from asyncdist.protocols.async_diloco.messages import (
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
 from asyncdist.protocols.async_diloco.server import Server
-from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
+from asyncdist.protocols.exchange.fetch import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.tensors.byte_views import new_memory
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.async_diloco")
@@ -46,7 +46,6 @@ class AsyncMember:
     Args:
         membership: Members of the policy; opened by this object.
         store: State of this rank that a new leader needs.
-        is_overlapped: Whether ranks train while data moves; equal on all ranks.
         name: Name of the channel in reports of waits.
         regional: Connection to the global server, used if this rank leads its island; None without islands.
 
@@ -59,22 +58,19 @@ class AsyncMember:
         services: Services,
         scopes: PolicyScopes,
         membership: Membership,
-        layouts: Layouts,
         store: MemberStore,
         options: ServerOptions,
         *,
-        is_overlapped: bool,
         name: str = "asynchronous DiLoCo",
         regional: Regional | None = None,
     ) -> None:
         self._services = services
         self._membership = membership
-        self._layouts = layouts
+        self._layouts = store.layouts
         self._store = store
         self._options = options
         self._regional = regional
         self._name = name
-        self._registrations: list[HeldAnchor] = []  # answers to this rank's registration as an island's server
         # Messages to the leader that arrived before this rank led.
         self._early: list[tuple[int, int, AsyncMessage]] = []
         self._fetching: asyncio.Task[None] | None = None  # fetches the answer to the contribution
@@ -82,6 +78,7 @@ class AsyncMember:
         self._has_settled = False  # whether this rank is leaving, and takes over no state
         self._is_closed = False
         self.server: Server | None = None
+        is_overlapped = options.own.late == "skip"
         self._contributions = Offers(services, scopes.to_members, is_overlapped=is_overlapped)
         self._anchors = Offers(services, scopes.to_coordinator, is_overlapped=is_overlapped)
         self._channel: PolicyChannel[AsyncMessage] = PolicyChannel(
@@ -119,31 +116,28 @@ class AsyncMember:
 
     async def registered(self) -> HeldAnchor:
         """Register this rank as its island's server, and return the global anchor."""
-        membership, wait = self._membership, WaitId(WaitKind.CONTRIBUTIONS)
+        own, membership, wait = self._store, self._membership, WaitId(WaitKind.CONTRIBUTIONS)
         asked = -1
 
         def has_news() -> bool:
-            return bool(self._registrations) or membership.leader != asked
+            return own.registration is not None or membership.leader != asked
 
-        while not self._registrations:
+        while own.registration is None:
             if asked != membership.leader:
                 asked = membership.leader
                 self._send_to_leader(Register(), 0)
             await self._services.engine.until(has_news, wait)
-        own, found = self._store, self._registrations.pop()
+        found, own.registration = own.registration, None
         own.base, own.outstanding, own.answer = found, None, None
         return found
 
     async def _take_registration(self, leader: int, version: int, applied: Applications) -> None:
         block = self._layouts.new_block()
-        try:
-            await self._anchors.fetch(leader, version, block[0])
-        except (RankLostError, StreamAborted) as error:  # registered() retries with the next leader
-            logger.info("global anchor %d of rank %d did not arrive: %s", version, leader, error)
-            return
-        self._registrations.append(HeldAnchor(version, applied, block))
+        if not await self._anchors.fetch(leader, version, block[0], f"global anchor {version}"):
+            return  # registered() retries with the next leader
+        self._store.registration = HeldAnchor(version, applied, block)
         self._services.engine.recheck()
-        self.post(AnchorTaken(), leader, version)
+        self._channel.post(AnchorTaken(), leader, version)
 
     async def settled(self, deadline: float) -> bool:
         """Wait until this rank may leave. Its contribution must be answered, and the next leader must have the anchor.
@@ -156,8 +150,6 @@ class AsyncMember:
         Returns:
             False if the deadline passed first, which is logged.
         """
-        if self.server is not None:
-            self.server.unfreeze()
         is_settled = await self._services.engine.until(self._may_leave, WaitId(WaitKind.OWN_ROUND), deadline=deadline)
         if is_settled and self.server is not None and not self._membership.is_broken:
             is_settled = await self.server.settled(deadline)
@@ -249,12 +241,10 @@ class AsyncMember:
                 self._services,
                 self._channel,
                 self._membership,
-                self._layouts,
                 self._store,
                 self._contributions,
                 self._anchors,
                 self._options,
-                self._registrations,
                 self._regional,
             )
         if self._store.outstanding is not None:
@@ -307,7 +297,7 @@ class AsyncMember:
                     task = self._take_answer(leader, number, message)
                     self._fetching = self._anchors.spawn(task, f"anchor {message.version}")
                 elif self._fetching is None:  # the answer is for a contribution of this rank's previous process
-                    self.post(AnchorTaken(), leader, message.version)
+                    self._channel.post(AnchorTaken(), leader, message.version)
             case Registered(applied):
                 task = self._take_registration(leader, number, applied)
                 self._anchors.spawn(task, f"global anchor {number}")
@@ -318,23 +308,20 @@ class AsyncMember:
 
     async def _take_answer(self, leader: int, number: int, report: Applied) -> None:
         """Fetch the common weights with this rank's contribution, and the outer optimizer's state if it is offered."""
-        block, outer, nbytes = self._layouts.new_block(), new_memory(0), report.outer_nbytes
+        block, outer = self._layouts.new_block(), None
         try:
-            if nbytes:
-                outer = self._layouts.new_outer(nbytes, leader)
-                await self._anchors.fetch(leader, report.version, outer, SECOND)
-            await self._anchors.fetch(leader, report.version, block[0])
-        except (RankLostError, StreamAborted) as error:  # the contribution is reported to the next leader
-            logger.info("anchor %d of rank %d did not arrive: %s", report.version, leader, error)
-            return
+            if report.outer_nbytes:
+                outer = self._layouts.new_outer(report.outer_nbytes, leader)
+            if not await self._fetch_anchor(leader, report.version, block, outer):
+                return  # the contribution is reported to the next leader
         finally:
             if self._fetching is asyncio.current_task():
                 self._fetching = None
-        if report.outer_nbytes:
+        if outer is not None:
             self._store.outer = report.version, outer
         self._contributions.note_taken(leader)
         self.take_answer(number, Answer(report, block))
-        self.post(AnchorTaken(), leader, report.version)
+        self._channel.post(AnchorTaken(), leader, report.version)
 
     def take_answer(self, number: int, answer: Answer) -> None:
         """Record the leader's answer to this rank's contribution ``number``."""
@@ -348,26 +335,28 @@ class AsyncMember:
         held, outer = self._store.anchor_of(version), self._store.outer
         if is_outer and outer is not None and outer[0] == version:
             self._anchors.offer(version, outer[1], leader, SECOND)
-            self.post(AnchorOffer((), outer[1].numel(), 0), leader, version)
+            self._channel.post(AnchorOffer((), outer[1].numel(), 0), leader, version)
         elif not is_outer and held is not None:
             self._anchors.offer(version, held.block[0], leader)
-            self.post(AnchorOffer(held.applied, 0, held.merged), leader, version)
+            self._channel.post(AnchorOffer(held.applied, 0, held.merged), leader, version)
 
     async def _inherit(self, leader: int, version: int, given: AnchorOffer) -> None:
         """Fetch the common weights and the outer optimizer's state of a leaving leader."""
         block, outer = self._layouts.new_block(), self._layouts.new_outer(given.outer_nbytes, leader)
-        try:
-            await self._anchors.fetch(leader, version, outer, SECOND)
-            await self._anchors.fetch(leader, version, block[0])
-        except (RankLostError, StreamAborted) as error:
-            logger.info("anchor %d of rank %d, which leaves, did not arrive: %s", version, leader, error)
-            return
-        if self._has_settled:  # the leader offers the state to another rank once this rank has left
+        is_whole = await self._fetch_anchor(leader, version, block, outer)
+        if not is_whole or self._has_settled:  # the leader offers the state to another rank once this rank has left
             return
         self._has_inherited = True
         self._store.inherited = HeldAnchor(version, given.applied, block, given.merged)
         self._store.outer = version, outer
-        self.post(AnchorTaken(), leader, version)
+        self._channel.post(AnchorTaken(), leader, version)
+
+    async def _fetch_anchor(self, leader: int, version: int, block: Block, outer: Tensor | None) -> bool:
+        """Fetch a version of the anchor and, unless ``outer`` is None, the outer optimizer's state."""
+        name = f"anchor {version}"
+        if outer is not None and not await self._anchors.fetch(leader, version, outer, name, SECOND):
+            return False
+        return await self._anchors.fetch(leader, version, block[0], name)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -376,8 +365,4 @@ class AsyncMember:
         if self._membership.leads:
             self._handle(leader, number, message)
         else:
-            self.post(message, leader, number)
-
-    def post(self, message: AsyncMessage, dest: int, number: int) -> None:
-        """Send a message to ``dest``, unless ``dest`` is lost."""
-        self._channel.post(message, dest, number)
+            self._channel.post(message, leader, number)

@@ -72,10 +72,6 @@ class Outstanding:
         copy_all([state["encoded"]], [block[0]])
         return cls(state["sequence"], block, Arrived(*state["report"]))
 
-    def left_out(self) -> Outstanding:
-        """Return a copy of the contribution with norm NaN, so that the leader answers it but does not apply it."""
-        return replace(self, report=replace(self.report, norm=math.nan))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
@@ -132,21 +128,25 @@ class MemberStore:
     """Keeps the state of one member that a new leader may need.
 
     Attributes:
+        layouts: Layouts of anchors and contributions.
         base: Anchor from which the member trains.
         sequence: Sequence number of the member's last contribution.
         outstanding: The last contribution, until it is answered.
         answer: Answer to the last contribution, until it is applied.
         inherited: Anchor received from a leaving leader or from a saved state, or None.
         outer: Version and bytes of the newest copy of the outer optimizer's state, or None.
+        registration: Answer to this rank's registration as an island's server, until it is used.
         on_answer: Function to call when the answer to a contribution has arrived.
     """
 
+    layouts: Layouts
     base: HeldAnchor
     sequence: int = 0
     outstanding: Outstanding | None = None
     answer: Answer | None = None
     inherited: HeldAnchor | None = None
     outer: tuple[int, Tensor] | None = None
+    registration: HeldAnchor | None = None
     on_answer: Callable[[], None] = lambda: None
 
     @property
@@ -166,24 +166,25 @@ class MemberStore:
             found.append(self.answer.held())
         return found
 
-    def begin(self, state: Mapping[str, Any], layouts: Layouts) -> None:
+    def begin(self, state: Mapping[str, Any]) -> None:
         """Start with a saved anchor and, if it was saved, the outer optimizer's state."""
-        self.base = HeldAnchor.of(state, layouts)
+        self.base = HeldAnchor.of(state, self.layouts)
         if "outer" in state:
             self.outer = self.base.version, state["outer"].clone()
 
-    def begin_joined(self, state: Mapping[str, Any], layouts: Layouts, sequence: int) -> None:
+    def begin_joined(self, state: Mapping[str, Any], sequence: int) -> None:
         """Start this restarted rank with the anchor of the leader that has admitted it, and drop any loaded checkpoint.
 
         Args:
             sequence: Sequence number of this rank's last contribution that the leader knows.
         """
-        self.begin(state, layouts)
+        self.begin(state)
         self.outstanding = self.answer = self.inherited = None
         self.sequence = sequence
 
-    def load(self, state: Mapping[str, Any], layouts: Layouts, sources: Mapping[int, int], rank: int) -> None:
+    def load(self, state: Mapping[str, Any], sources: Mapping[int, int], rank: int) -> None:
         """Load the saved state of the rank that ``rank`` continues. See :func:`renumbered` for ``sources``."""
+        layouts = self.layouts
         self.base, self.sequence = HeldAnchor.of(state["base"], layouts, sources), state["sequence"]
         if state["served"] is not None:
             self.inherited = HeldAnchor.of(state["served"], layouts, sources)
@@ -192,9 +193,10 @@ class MemberStore:
         if state["answer"] is not None:
             self.answer = Answer.of(state["answer"], layouts, sources)
         if state["outstanding"] is not None:
-            self.outstanding = Outstanding.of(state["outstanding"], layouts)
+            self.outstanding = own = Outstanding.of(state["outstanding"], layouts)
             if any(sources[each] == sources[rank] for each in sources if each < rank):
-                self.outstanding = self.outstanding.left_out()
+                # A norm of NaN lets the leader answer the contribution without applying it.
+                self.outstanding = replace(own, report=replace(own.report, norm=math.nan))
 
     def state(self, served: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return this member's state as a dict for checkpoints.

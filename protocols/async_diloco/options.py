@@ -13,11 +13,12 @@ from asyncdist import validation
 from asyncdist.protocols.async_diloco.arrivals import ArrivalWeighting
 from asyncdist.protocols.async_diloco.corrections import Correction, StalenessWeight
 from asyncdist.protocols.async_diloco.delayed_nesterov import DelayedNesterov
-from asyncdist.protocols.declared import Options, boolean, function, integer, like, number, one_of, option, or_none
+from asyncdist.protocols.declared import boolean, function, integer, like, number, one_of, option, or_none
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS as DILOCO_FOREIGN_OPTIONS
-from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, text_of
-from asyncdist.protocols.diloco.outer_step import OuterFactory, check_factory
-from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.diloco.options import DiLoCoOptions, Late, Merge, described, outer_factory, text_of
+from asyncdist.protocols.diloco.outer_step import OuterFactory
+from asyncdist.protocols.exchange.options import ExchangeOptions
+from asyncdist.protocols.options import MemberOptions, OptimizerState
 from asyncdist.protocols.selective.islands.layout import IslandOptions
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec
@@ -93,14 +94,8 @@ class AsyncDiLoCoOptionNames(MemberOptions, total=False):
     drain_timeout_s: float
 
 
-def _factory(name: str, value: Any) -> Any:
-    del name
-    check_factory(value)
-    return value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncDiLoCoOptions(Options):
+class AsyncDiLoCoOptions(ExchangeOptions):
     """Options of asynchronous DiLoCo."""
 
     outer_optimizer: OuterFactory | None = option(
@@ -108,7 +103,7 @@ class AsyncDiLoCoOptions(Options):
         "anchor, so use smaller learning rates than in synchronous DiLoCo. By default, each difference is divided by 1 "
         "+ its staleness and subtracted from the anchor: `functools.partial(torch.optim.SGD, lr=1.0)`, with "
         "`correct=protocols.StalenessWeight(power=1.0, first_round=True)`.",
-        or_none(_factory),
+        or_none(outer_factory),
         default=None,
     )
     correct: Correction | None = option(
@@ -128,7 +123,6 @@ class AsyncDiLoCoOptions(Options):
     merge: Merge = like(DiLoCoOptions, "merge")
     wire: Codec = like(DiLoCoOptions, "wire")
     error_feedback: float | None = like(DiLoCoOptions, "error_feedback")
-    optimizer_state: OptimizerState = like(AveragingOptions, "optimizer_state")
     dynamic_steps: bool = option(
         "Whether slower ranks make fewer steps per contribution, in proportion to their speed, and at least one. The "
         "fastest rank makes `average_every` steps. The numbers of steps then depend on the measured times.",
@@ -189,7 +183,7 @@ class AsyncDiLoCoOptions(Options):
     global_optimizer: OuterFactory | None = option(
         "Outer optimizer of the global server of islands; by default "
         "`functools.partial(protocols.DelayedNesterov, lr=0.3, momentum=0.5, delay=2)`.",
-        or_none(_factory),
+        or_none(outer_factory),
         default=None,
         group=_ISLANDS,
     )
@@ -207,7 +201,6 @@ class AsyncDiLoCoOptions(Options):
         group=_ISLANDS,
         is_agreed=True,
     )
-    on_event: Callable[[PolicyEvent], None] | None = like(DiLoCoOptions, "on_event")
     drain_timeout_s: float = option(
         "Seconds to wait, when leaving, for the answer to the last contribution and, as the leader, for the successor.",
         validation.seconds,
@@ -217,7 +210,7 @@ class AsyncDiLoCoOptions(Options):
 
     def __post_init__(self) -> None:
         """Check each value, and set the defaults of the outer step and of islands."""
-        Options.__post_init__(self)
+        ExchangeOptions.__post_init__(self)
         if self.outer_optimizer is None:
             if self.correct is not None:
                 validation.refuse("correct", self.correct, "None unless outer_optimizer is set")
@@ -295,8 +288,7 @@ class AsyncDiLoCoOptions(Options):
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks, by name, as JSON values."""
         return {
-            **Options.agreed(self),
-            "optimizer_state": self.optimizer_state,
+            **ExchangeOptions.agreed(self),
             "wire": text_of(self.wire),
             "outer_optimizer": "None" if self.outer_optimizer is None else described(self.outer_optimizer),
             "global_optimizer": "None" if self.global_optimizer is None else described(self.global_optimizer),

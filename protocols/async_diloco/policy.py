@@ -30,11 +30,19 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist import validation
-from asyncdist.protocols.async_diloco.anchor import Anchor
+from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
+from asyncdist.protocols.async_diloco.arrivals import weight_of
 from asyncdist.protocols.async_diloco.blocks import Block, Captures, Layouts
 from asyncdist.protocols.async_diloco.islands.federation import Federation, divided_anew
 from asyncdist.protocols.async_diloco.member import AsyncMember
-from asyncdist.protocols.async_diloco.member_store import HeldAnchor, MemberStore, Outstanding, saved_outer, sources_of
+from asyncdist.protocols.async_diloco.member_store import (
+    Answer,
+    HeldAnchor,
+    MemberStore,
+    Outstanding,
+    saved_outer,
+    sources_of,
+)
 from asyncdist.protocols.async_diloco.messages import Applied, Arrived
 from asyncdist.protocols.async_diloco.options import (
     FOREIGN_OPTIONS,
@@ -42,17 +50,15 @@ from asyncdist.protocols.async_diloco.options import (
     AsyncDiLoCoOptions,
     ServerOptions,
 )
-from asyncdist.protocols.async_diloco.progress import Progress
 from asyncdist.protocols.async_diloco.replicated import AsyncReplicatedPolicy
-from asyncdist.protocols.async_diloco.server import answered_alone
-from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, result_of, statistics_of
-from asyncdist.protocols.async_diloco.timing.pace import Stopwatch
+from asyncdist.protocols.async_diloco.server import Server
+from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, Progress, result_of, statistics_of
+from asyncdist.protocols.async_diloco.timing import Stopwatch
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.foreign_options import foreign_call_hint
 from asyncdist.protocols.diloco.fragments import warn_of_iterates
-from asyncdist.protocols.diloco.options import LOSES_VALUES, check_has_whole_tensors
+from asyncdist.protocols.diloco.options import LOSES_VALUES, StepTokens, check_has_whole_tensors
 from asyncdist.protocols.diloco.radial import embeddings_of
-from asyncdist.protocols.diloco.step_tokens import StepTokens
 from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
@@ -116,13 +122,12 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         **options: Unpack[AsyncDiLoCoOptionNames],
     ) -> None:
         own = self._own_options = AsyncDiLoCoOptions.of(options)
-        self._resets_optimizer = own.optimizer_state == "reset"
         super().__init__(
             model,
             optimizer,
             replica_size=own.replica_size,
             average_every=average_every,
-            resets_optimizer=self._resets_optimizer,
+            resets_optimizer=own.resets_optimizer,
             **among(options, MemberOptions),
         )
         own.check_grace(self.average_every)
@@ -171,8 +176,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         """Return this rank's counts of steps and contributions."""
         server = None if self._member is None else self._member.server
         version = self._store.base.version if self._stage != "new" and self._is_first else 0
-        counts = self.iteration, version, self._progress.contribution_count, self._progress.postponed_count
-        found = statistics_of(self._journal, server, *counts)
+        found = statistics_of(self._journal, self._progress, server, self.iteration, version)
         return found if self._federation is None else self._federation.counted(found)
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -207,9 +211,11 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         divisible = embeddings_of(self.model) if own.merge == "radial" else None
         self._layouts = Layouts(entries, parameters, len(self._member_ranks()), own.wire, divisible)
         self._captures = Captures(self._layouts, own.error_feedback)
-        self._store = MemberStore(HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
+        self._store = MemberStore(self._layouts, HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
         if self._island is not None:
-            self._global_store = MemberStore(self._store.base)  # sharing is safe: blocks are never changed
+            self._global_store = MemberStore(
+                self._layouts, self._store.base
+            )  # sharing is safe: blocks are never changed
         self._take_saved()
 
     def _agreed_values(self) -> dict[str, str]:
@@ -226,14 +232,13 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         every = len(self._member_ranks()) if own.mirror_every is None else own.mirror_every
         options = ServerOptions(own, self.average_every, every)
         if self._island is not None:
-            both = self._store, self._global_store
-            given = self._services, scopes, membership, self._island, self._layouts, *both, options
+            given = self._services, scopes, membership, self._island, self._store, self._global_store, options
             federation = Federation(*given, is_divided_anew=self._is_divided_anew)
             membership, scopes = federation.membership, federation.scopes
             self._federation, self._member = federation, federation.member
         else:
-            facts = self._services, scopes, membership, self._layouts, self._store, options
-            self._member = AsyncMember(*facts, is_overlapped=own.late == "skip")
+            facts = self._services, scopes, membership, self._store, options
+            self._member = AsyncMember(*facts)
         self._admission = self._new_admission(membership, scopes)
 
     def _opened(self) -> tuple[AsyncMember, Admission]:
@@ -255,15 +260,14 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         try:
             if is_orderly:
                 deadline = self._world.time() + self._own_options.drain_timeout_s
-                if self._federation is not None:
-                    self._federation.unfreeze()  # this rank's island may wait for the global server
+                self.unfreeze_state()  # other ranks, and this rank's island, may wait for a server on this rank
                 await member.settled(deadline)
                 if self._federation is not None:
                     await self._federation.settled(deadline)
         finally:  # notifies the other ranks even if this task is cancelled
             member.leave()
             if self._federation is not None:
-                self._federation.leave()
+                self._federation.global_member.leave()
             admission.close()
 
     # -- joining a running policy -----------------------------------------------------------------------------------
@@ -279,7 +283,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         state, rank, own = self._saved, self._world.rank, self._store
         assert state is not None, "the leader has sent its state"
         self._captures.clear_residuals()
-        own.begin_joined(state["served"], self._layouts, dict(state["reported_to_leader"]).get(rank, 0))
+        own.begin_joined(state["served"], dict(state["reported_to_leader"]).get(rank, 0))
         self._progress = Progress(self.average_every)
         self._saved = None
         with self._weights.following():
@@ -329,13 +333,10 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
             BusyError: The call is inside a block of :meth:`anchor_weights`.
         """
         self._check_not_evaluating("settle()")
-        member = self._member
-        if member is not None and self._own_options.late == "wait":
-            await member.settle()
-        elif member is not None and member.server is not None:
-            await member.server.freeze()
-        if self._federation is not None and self._own_options.late == "skip":
-            await self._federation.freeze()
+        if self._own_options.late == "skip":
+            await self.freeze_state()
+        elif self._member is not None:
+            await self._member.settle()
 
     async def freeze_state(self) -> None:
         """Stop updating the anchor (common weights) on this rank until :meth:`unfreeze_state`.
@@ -344,17 +345,18 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         :meth:`unfreeze_state` when all ranks have copied their states, so that no rank's anchor is newer than the
         leader's. Other calls may deadlock: a rank that waits in a step with ``late="wait"`` waits for an update.
         """
-        if self._member is not None and self._member.server is not None:
-            await self._member.server.freeze()
-        if self._federation is not None:
-            await self._federation.freeze()
+        for server in self._servers():
+            await server.freeze()
 
     def unfreeze_state(self) -> None:
         """Resume updating the anchor after :meth:`freeze_state` or :meth:`settle`."""
-        if self._member is not None and self._member.server is not None:
-            self._member.server.unfreeze()
-        if self._federation is not None:
-            self._federation.unfreeze()
+        for server in self._servers():
+            server.unfreeze()
+
+    def _servers(self) -> list[Server]:
+        """Return the servers on this rank: of the members, or with islands of its island and of all islands."""
+        members = [self._member, None if self._federation is None else self._federation.global_member]
+        return [each.server for each in members if each is not None and each.server is not None]
 
     def _own_state(self) -> dict[str, Any]:
         if self._saved is not None:
@@ -400,12 +402,12 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
                 state, self._is_divided_anew = anew or state, anew is not None
             if state["base"] is not None:
                 self._captures.load_state_dict(state["captures"])
-                self._store.load(state, self._layouts, sources, rank)
+                self._store.load(state, sources, rank)
             if state["global"] is not None and self._island is not None:
-                self._global_store.begin(state["global"], self._layouts)
+                self._global_store.begin(state["global"])
             elif state["base"] is not None and self._island is not None:  # saved without islands
                 self._is_divided_anew = True
-                self._global_store = MemberStore(replace(self._store.newest, applied=()))
+                self._global_store = MemberStore(self._layouts, replace(self._store.newest, applied=()))
             self._progress.load(state)
 
     # -- the anchor in the model ------------------------------------------------------------------------------------
@@ -413,7 +415,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
     async def _write_anchor(self, tensors: Sequence[Tensor]) -> None:
         """Write the newest anchor (common weights) that this rank has into the model, including its buffers."""
         if self._is_first:
-            self._captures.write(self._newest_anchor(), tensors)
+            self._captures.apply(self._newest_anchor(), tensors, keeps_progress=False)
         if self._links is not None:
             with self._links.replica.step():
                 await self._links.deliver(self._own_tensors())
@@ -491,11 +493,18 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         return block, Arrived(own.base.version, self._progress.steps, self._progress.tokens, norm, speed)
 
     async def _apply_alone(self, contribution: Outstanding) -> None:
-        anchor, own = self._alone, self._store
+        """Apply the contribution of a rank that trains alone, and take the answer that a leader would send."""
+        anchor, own, rank, report = self._alone, self._store, self._world.rank, contribution.report
         assert anchor is not None, "the rank is not alone"
         own.outstanding = contribution  # stored, so that a cancelled call can be repeated
-        facts = self._world.rank, self._own_options.weights, self.average_every
-        own.take_answer(await answered_alone(anchor, self._layouts, own.newest, contribution, *facts))
+        outcome, staleness = Outcome((), (), math.nan, math.nan), max(0, anchor.version - report.base_version)
+        if contribution.sequence > dict(own.newest.applied).get(rank, 0):  # else the saved anchor contains it
+            weight = weight_of(report.tokens, report.steps, self._own_options.weights)
+            encoded = [each.clone() for each in contribution.block[1]]  # a repeated call uses the same block
+            outcome = await anchor.step([Contribution(rank, weight, report.norm, staleness, encoded)], 1)
+        facts = anchor.version, ((rank, contribution.sequence),), *outcome[:2], staleness, *outcome[2:]
+        block = anchor.copy_into(self._layouts.new_block())
+        own.take_answer(Answer(Applied(*facts, self.average_every, 0, 0.0, 0), block))
 
     async def _take_answer(self) -> StepInfo:
         """Apply the answer to this rank's contribution, if it has arrived. With ``late="wait"``, wait for it."""
@@ -513,7 +522,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         return NOTHING if report is None else await self._apply(report, began_at)
 
     async def _apply(self, report: Applied, began_at: float) -> StepInfo:
-        kept = None if self._resets_optimizer else self.optimizer
+        kept = None if self._own_options.resets_optimizer else self.optimizer
         links, nonfinite = self._links, describe_nonfinite(self._known_infinities, kept)
         if links is not None:
             nonfinite = (await self._agree_in_replica(links.replica, Readiness(True, nonfinite))).nonfinite
@@ -531,7 +540,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         self._progress.is_waiting = False
         if nonfinite:
             self._progress.restart()
-        if self._resets_optimizer or nonfinite:
+        if self._own_options.resets_optimizer or nonfinite:
             reset_optimizer_state(self.optimizer)
         self._progress.wanted = report.steps
         wire = self._layouts.wire if self._is_first else None  # only contributing ranks send data

@@ -18,21 +18,20 @@ import torch
 from torch import Tensor
 
 from asyncdist import LateError
+from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.protocols.async_diloco.options import AsyncDiLoCoOptions
-from asyncdist.protocols.async_diloco.progress import Progress
+from asyncdist.protocols.async_diloco.statistics import Progress
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
-from asyncdist.protocols.exchange.layout.copies import checksum_of_parameters
-from asyncdist.protocols.exchange.replicas.follower_links import (
-    FollowerLinks,
-    joined_follower_links,
-    rejoined_follower_links,
-)
-from asyncdist.protocols.exchange.replicas.group import Readiness
+from asyncdist.protocols.exchange.layout.copies import checksum_of
+from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
+from asyncdist.protocols.exchange.replicas.follower_links import FollowerLinks, new_follower_links
+from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, joined_replica, new_replica
 from asyncdist.protocols.joining.policy import NO_POLICY, REFUSED
 from asyncdist.protocols.joining.state_transfer import cloned, copied, packed, unpacked
 from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.byte_views import new_memory
+from asyncdist.tensors.codecs import find_codec
 from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.infinities import KnownInfinities
 from asyncdist.tensors.optimizers.loading import load_named, named_state
@@ -68,7 +67,9 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         return self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
 
     def _checksum(self) -> int:
-        return checksum_of_parameters(self._flat.entries, self._parameters(), self._own_tensors())
+        entries = self._flat.entries
+        layout = WireLayout(entries, range(len(entries)), self._parameters(), 1, find_codec("float32"))
+        return checksum_of(layout.stepped, self._own_tensors())
 
     def _own_tensors(self) -> Sequence[Tensor]:
         return self._flat.tensors(self._layout_buffers)
@@ -109,13 +110,14 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         world, start = self._world, self._joint_start
         check_replica_group(self.model, self._replicas.replica_ranks(world.rank), world)
         agreed = await super()._agree()
-        facts = world, start, self._replicas, self._flat, self._group.ranks, self._first_weights(), self._parameters()
+        facts = world, start, self._replicas, self._flat, self._first_weights()
         left_s = start.left_s(self._start_timeout_s)
-        await self._begin_with(await joined_follower_links(*facts, left_s, is_sharded=self._holds_shards()))
+        await self._begin_with(await joined_replica(*facts, left_s), start, left_s)
         return agreed
 
-    async def _begin_with(self, links: FollowerLinks) -> None:
-        self._links = links
+    async def _begin_with(self, replica: ReplicaGroup, start: Start[Any] | None, left_s: float) -> None:
+        facts = start, replica, self._flat.entries, self._parameters(), left_s
+        links = self._links = await new_follower_links(*facts, is_sharded=self._holds_shards())
         try:
             await links.collect(self._own_tensors())
             if links.leads:
@@ -137,8 +139,8 @@ class AsyncReplicatedPolicy(AnchoredPolicy):
         if self._replicas.size == 1 or self._links is not None:
             return
         check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
-        facts = self._world, self._replicas, self._flat, self._group.ranks, self._parameters(), self._start_timeout_s
-        await self._begin_with(await rejoined_follower_links(*facts, is_sharded=self._holds_shards()))
+        facts = self._world, None, self._replicas, self._flat, self._start_timeout_s
+        await self._begin_with(await new_replica(*facts), None, self._start_timeout_s)
         self._services.is_admitted = False  # the new groups have set it to True
 
     async def _gather_in_replica(self, own: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Serves asynchronous DiLoCo on the leader: fetches contributions, and offers the updated common weights (the anchor).
 
 A new leader begins with an election: all living members report their newest anchors and unanswered contributions. The
-leader takes the newest anchor (:func:`~protocols.async_diloco.arrivals.choose`), and handles the contributions as new
+leader takes the newest anchor (:func:`~protocols.async_diloco.arrivals.newest`), and handles the contributions as new
 arrivals. All work is done in service tasks, never inside a step.
 """
 
@@ -14,22 +14,19 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from asyncdist import RankLostError
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.async_diloco.anchor import Anchor, Contribution, Outcome
 from asyncdist.protocols.async_diloco.arrivals import (
     Arrival,
     Arrivals,
-    ArrivalWeighting,
     Handling,
     Quorum,
-    choose,
+    newest,
     weight_of,
 )
-from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.blocks import Block
 from asyncdist.protocols.async_diloco.islands.regional import Regional
-from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore, Outstanding
+from asyncdist.protocols.async_diloco.member_store import Answer, HeldAnchor, MemberStore
 from asyncdist.protocols.async_diloco.messages import (
     AnchorOffer,
     AnchorRequest,
@@ -41,9 +38,8 @@ from asyncdist.protocols.async_diloco.messages import (
     Registered,
 )
 from asyncdist.protocols.async_diloco.options import ServerOptions
-from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
-from asyncdist.protocols.async_diloco.timing.pace import steps_at_speed
-from asyncdist.protocols.exchange.catching_up.offers import SECOND, Offers
+from asyncdist.protocols.async_diloco.timing import SyncTimes, grace_period, steps_at_speed
+from asyncdist.protocols.exchange.fetch import SECOND, Offers
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.state_transfer import packed, unpacked
@@ -59,7 +55,6 @@ class Server:
     Args:
         store: This rank's own state as a member.
         contributions, anchors: Channels on which contributions and anchors are offered and fetched.
-        registrations: List that receives the global anchor if this rank registers with itself as the global server.
         regional: Connection to the global server; None without islands, and on the global server.
 
     Attributes:
@@ -75,23 +70,20 @@ class Server:
         services: Services,
         channel: PolicyChannel[AsyncMessage],
         membership: Membership,
-        layouts: Layouts,
         store: MemberStore,
         contributions: Offers,
         anchors: Offers,
         options: ServerOptions,
-        registrations: list[HeldAnchor],
         regional: Regional | None,
     ) -> None:
         self._services = services
         self._channel = channel
         self._membership = membership
-        self._layouts = layouts
+        self._layouts = store.layouts
         self._store = store
         self._contributions = contributions
         self._anchors = anchors
         self._options = options
-        self._registrations = registrations
         self._regional = regional
         self._registering: list[int] = []  # new servers of islands with unanswered registrations
         self._serving: dict[int, int] = {}  # by island: rank of its registered server
@@ -125,7 +117,7 @@ class Server:
     def on_member_state(self, rank: int, member_state: MemberState) -> None:
         """Record a member's report. When all living members have reported, fetch the newest common weights."""
         self._member_states[rank] = member_state
-        self._start_due_task()
+        self.start_due_task()
 
     async def _elect(self) -> None:
         """Start to serve with the newest anchor and the newest outer optimizer's state of the living members."""
@@ -133,17 +125,15 @@ class Server:
         held: HeldAnchor | None = None
         outer: tuple[int, Tensor] | None = None
         while True:
-            choice = choose({rank: self._member_states[rank] for rank in self._membership.living}, me)
+            member_states = {rank: self._member_states[rank] for rank in self._membership.living}
             if held is None:
-                is_own = choice.holder == me
-                held = self._store.newest if is_own else await self._fetch_anchor(choice.holder, choice.version)
-            elif outer is None and choice.outer_holder >= 0:
-                is_own = choice.outer_holder == me
-                outer = (
-                    self._store.outer if is_own else await self._fetch_outer(choice.outer_holder, choice.outer_version)
-                )
-            else:
+                version, holder = newest({rank: each.version for rank, each in member_states.items()}, me)
+                held = self._store.newest if holder == me else await self._fetch_anchor(holder, version)
+                continue
+            version, holder = newest({rank: each.outer_version for rank, each in member_states.items()}, me)
+            if outer is not None or version < 0:
                 break
+            outer = self._store.outer if holder == me else await self._fetch_outer(holder, version)
         elected = held
         if self._regional is not None:
             state = None if outer is None else unpacked(outer[1])["regional"]
@@ -154,25 +144,17 @@ class Server:
     async def _fetch_anchor(self, holder: int, version: int) -> HeldAnchor | None:
         block = self._layouts.new_block()
         given = await self._request_offer(holder, version, is_outer=False)
-        try:
-            if given is None:
-                return None
-            await self._anchors.fetch(holder, version, block[0])
-        except (RankLostError, StreamAborted) as error:
-            logger.info("the anchor of rank %d did not arrive: %s", holder, error)
+        if given is None or not await self._anchors.fetch(holder, version, block[0], "the anchor"):
             return None
         self._channel.post(AnchorTaken(), holder, version)
         return HeldAnchor(version, given.applied, block, given.merged)
 
     async def _fetch_outer(self, holder: int, version: int) -> tuple[int, Tensor] | None:
         given = await self._request_offer(holder, version, is_outer=True)
-        try:
-            if given is None:
-                return None
-            outer = self._layouts.new_outer(given.outer_nbytes, holder)
-            await self._anchors.fetch(holder, version, outer, SECOND)
-        except (RankLostError, StreamAborted) as error:
-            logger.info("the outer state of rank %d did not arrive: %s", holder, error)
+        if given is None:
+            return None
+        outer = self._layouts.new_outer(given.outer_nbytes, holder)
+        if not await self._anchors.fetch(holder, version, outer, "the outer state", SECOND):
             return None
         self._channel.post(AnchorTaken(), holder, version)
         return version, outer
@@ -240,7 +222,7 @@ class Server:
             self._arrivals.on_gone(worker)
         if self._regional is not None:
             self._regional.release()
-        self._start_due_task()
+        self.start_due_task()
         self._services.engine.recheck()
 
     def on_admitted(self, rank: int) -> None:
@@ -250,7 +232,7 @@ class Server:
     def on_settling(self) -> None:
         """Stop waiting for contributions of members that make no steps for now."""
         self._arrivals.settling = self._membership.settling
-        self._start_due_task()
+        self.start_due_task()
         self._services.engine.recheck()
 
     # -- contributions ----------------------------------------------------------------------------------------------
@@ -286,21 +268,19 @@ class Server:
 
     async def _fetch(self, arrival: Arrival) -> None:
         memory, _ = self._layouts.new_contribution()
-        try:
-            await self._contributions.fetch(arrival.source, arrival.sequence, memory)
-        except (RankLostError, StreamAborted) as error:  # the rank is lost or leaves the policy
-            logger.info("contribution %d of rank %d did not arrive: %s", arrival.sequence, arrival.source, error)
-            return
+        source, sequence = arrival.source, arrival.sequence
+        if not await self._contributions.fetch(source, sequence, memory, f"contribution {sequence}"):
+            return  # the rank is lost or leaves the policy
         if self._arrivals.is_awaited(arrival):
             self._blocks[arrival.rank, arrival.sequence] = memory
         self._note_received(arrival)
 
     def _note_received(self, arrival: Arrival) -> None:
         self._arrivals.on_received(arrival, self._services.time())
-        self._start_due_task()
+        self.start_due_task()
         self._services.engine.recheck()
 
-    def _start_due_task(self) -> None:
+    def start_due_task(self) -> None:
         """Start the election if all members have reported, or make versions if enough contributions have arrived."""
         if self._task is not None:
             return
@@ -317,7 +297,7 @@ class Server:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled() and task.exception() is None:
-            self._start_due_task()
+            self.start_due_task()
             self._services.engine.recheck()
 
     async def _make_versions(self) -> None:
@@ -448,7 +428,7 @@ class Server:
     def on_register(self, rank: int) -> None:
         """Accept a rank as its island's server, and answer with the global anchor."""
         self._registering.append(rank)
-        self._start_due_task()
+        self.start_due_task()
 
     def _answer_registrations(self) -> None:
         """Drop the unapplied contributions of islands with new servers, and offer the anchor to these servers."""
@@ -461,15 +441,11 @@ class Server:
             self._blocks = {key: memory for key, memory in self._blocks.items() if key[0] != worker}
             version, applied, block = self.anchor.version, self._arrivals.applications(), self._block()
             if rank == self._services.rank:
-                self._registrations.append(HeldAnchor(version, applied, block))
+                self._store.registration = HeldAnchor(version, applied, block)
                 self._services.engine.recheck()
             elif rank in self._membership.living:
                 self._anchors.offer(version, block[0], rank)
                 self._channel.post(Registered(applied), rank, version)
-
-    def on_merge_due(self) -> None:
-        """Start merging the global common weights that have arrived."""
-        self._start_due_task()
 
     def _merge(self) -> None:
         if self._regional is not None and self._regional.has_answer:
@@ -493,7 +469,7 @@ class Server:
         """Resume changing the common weights after :meth:`freeze`, unless this rank is leaving."""
         if self._is_frozen and not self._is_leaving:
             self._is_frozen = False
-            self._start_due_task()
+            self.start_due_task()
 
     def last_reported(self, rank: int) -> int:
         """Return the sequence number of a rank's last reported contribution, or 0."""
@@ -551,34 +527,3 @@ class Server:
     def close(self) -> None:
         """Stop changing the common weights, because this rank leaves."""
         self._is_frozen = self._is_leaving = True
-
-
-async def answered_alone(
-    anchor: Anchor,
-    layouts: Layouts,
-    newest: HeldAnchor,
-    contribution: Outstanding,
-    rank: int,
-    weighting: ArrivalWeighting,
-    steps: int,
-) -> Answer:
-    """Apply the contribution of a rank that trains alone, and return the answer that a leader would send.
-
-    A contribution of a saved run that the anchor already contains is not applied again.
-
-    Args:
-        newest: Copy of the anchor, with the contributions that it contains.
-        steps: Number of training steps until the next contribution.
-    """
-    report, outcome = contribution.report, Outcome((), (), math.nan, math.nan)
-    staleness = max(0, anchor.version - report.base_version)
-    if contribution.sequence > dict(newest.applied).get(rank, 0):
-        weight = weight_of(report.tokens, report.steps, weighting)
-        encoded = [each.clone() for each in contribution.block[1]]  # a cancelled call is repeated with the same block
-        given = Contribution(rank, weight, report.norm, staleness, encoded)
-        outcome = await anchor.step([given], 1)
-    block, applied = anchor.copy_into(layouts.new_block()), ((rank, contribution.sequence),)
-    return Answer(
-        Applied(anchor.version, applied, *outcome[:2], staleness, *outcome[2:], steps, 0, 0.0, 0),
-        block,
-    )

@@ -78,7 +78,7 @@ class EagerFragment(FragmentState):
             for rest, own in zip(self._rest, self._own, strict=True):
                 rest.add_(own.div_(donor_count))
         if donor_count or any(rest.any() for rest in self._rest):
-            self._move(self._rest)
+            super()._take(self._rest)
         for place, rest in enumerate(self._rest):
             if donor_count:
                 torch.neg(self._own[place], out=rest)
@@ -133,10 +133,6 @@ class AnchorMean(Fragment):
         self._fragment = fragment
         self.number = 0
 
-    def begin(self, number: int, version: int) -> None:
-        """Expect the mean of averaging round ``number``, after ``version`` completed rounds."""
-        self.number, self.version = number, version
-
     @torch.no_grad()
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
         """Write this member's anchor and buffers into ``encoded``, and return the L2 norm of the anchor."""
@@ -179,8 +175,3 @@ class AnchorMean(Fragment):
                 own.copy_(new)
         self._values = {}
         self.number = 0
-
-
-def interleaved(fragments: Sequence[Fragment], means: Sequence[AnchorMean]) -> list[Fragment]:
-    """Return the fragments in the order of the averaging rounds: each fragment is followed by all of ``means``."""
-    return [each for fragment in fragments for each in (fragment, *means)]

@@ -15,8 +15,7 @@ from torch import Tensor
 from asyncdist.protocols.diloco.outer_step import OuterFactory, OuterStep
 from asyncdist.protocols.diloco.radial import radial_mean_into
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
-from asyncdist.protocols.exchange.layout.copies import as_written, gather, norm_of, scatter
-from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.copies import Encoder, as_written, gather, norm_of, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch, Slice, WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
 
@@ -93,13 +92,8 @@ class FragmentState(Fragment):
             self.layout.average(each, number, parts, weights, into)
 
     @property
-    def accepts_slices(self) -> bool:
-        """True with an anchor: :meth:`merge` then needs the mean only during the call, and accepts it in slices."""
-        return self._outer is not None
-
-    @property
-    def returns_to_anchor(self) -> bool:
-        """True with an anchor, which :meth:`apply` writes into the model even if it has not moved."""
+    def has_outer_step(self) -> bool:
+        """True with an outer optimizer. See :attr:`Fragment.has_outer_step`."""
         return self._outer is not None
 
     @torch.no_grad()
@@ -126,11 +120,8 @@ class FragmentState(Fragment):
 
     def _take(self, differences: Sequence[Tensor]) -> None:
         """Move the anchors by their mean differences, which are given in consecutive parts."""
-        self._move(differences)
-
-    def _move(self, gradients: Sequence[Tensor]) -> None:
         assert self._outer is not None, "states have no anchor"
-        self._outer.step(gradients)
+        self._outer.step(differences)
 
     def _keep_base(self) -> None:
         """Copy the anchor, which is about to move, if this rank's next difference is still measured from it."""
@@ -139,51 +130,32 @@ class FragmentState(Fragment):
 
     @torch.no_grad()
     def apply(self, tensors: Sequence[Tensor], *, is_late: bool, is_whole: bool) -> None:
-        """Write the last mean into the model's tensors. See :meth:`Fragment.apply`."""
-        if is_late and not is_whole:
-            self._apply_late(tensors)
-        else:
-            self._apply_mixed(tensors, 0.0 if is_whole else self._mixing)
-        self._base, self._is_in_flight, self.applied_version = [], False, self.version
+        """Write the last mean into the model's tensors. See :meth:`Fragment.apply`.
 
-    def _apply_mixed(self, tensors: Sequence[Tensor], mixing: float) -> None:
-        """Write ``mixing`` * own + (1 - ``mixing``) * new values into the parameters, and the mean into the buffers."""
-        anchors = iter(() if self._outer is None else self._outer.anchors)
+        Parameters become ``mixing`` * own + (1 - ``mixing``) * new, or in a late step own + (new - captured), which
+        keeps the rank's progress since its contribution. New values are the anchor's, otherwise the mean's. Sums are
+        computed in the vector's dtype.
+        """
+        mixing, keeps_progress = 0.0 if is_whole else self._mixing, is_late and not is_whole
+        anchors, all_captured = iter(self.anchors), iter(self._captured)
         for place, vector in enumerate(self.layout.vectors):
-            new = next(anchors, None) if vector.role == "stepped" else None
+            is_stepped = vector.role == "stepped"
+            new = next(anchors, None) if is_stepped else None
+            captured = next(all_captured, None) if is_stepped else None
             if new is None:
                 if place not in self._values:
                     continue  # no donor was finite, so the rank keeps its own values
                 new = self._values[place]
-            if vector.role == "stepped" and mixing:
+            if is_stepped and (mixing or keeps_progress):
                 own = torch.empty_like(new)
                 gather(vector, tensors, own)
-                new = own.mul_(mixing).add_(new * (1.0 - mixing))
+                if keeps_progress and captured is not None:
+                    new = own.sub_(captured.sub_(as_written(vector, new, tensors)))
+                else:
+                    new = own.mul_(mixing).add_(new * (1.0 - mixing))
             scatter(vector, new, tensors)
         self._values = {}
-
-    def _apply_late(self, tensors: Sequence[Tensor]) -> None:
-        """Write own + (new - captured) into each parameter, which keeps the rank's progress since its contribution.
-
-        The sum is computed in the vector's dtype. Buffers are copied from the mean.
-        """
-        for vector, captured, new in zip(self.layout.stepped, self._captured, self._stepped(), strict=True):
-            own = torch.empty_like(new)
-            gather(vector, tensors, own)
-            captured.sub_(as_written(vector, new, tensors))
-            scatter(vector, own.sub_(captured), tensors)
-        for place, values in self._values.items():
-            if self.layout.vectors[place].role != "stepped":
-                scatter(self.layout.vectors[place], values, tensors)
-        self._values = {}
-
-    def _stepped(self) -> list[Tensor]:
-        """Return the new parameters: the common weights (anchor), otherwise the mean, otherwise the captured values."""
-        if self._outer is not None:
-            return list(self._outer.anchors)
-        if not self._values:
-            return [captured.clone() for captured in self._captured]
-        return [values for place, values in self._values.items() if self.layout.vectors[place].role == "stepped"]
+        self._base, self._is_in_flight, self.applied_version = [], False, self.version
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor]) -> None:

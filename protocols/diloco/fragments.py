@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from asyncdist import validation
 from asyncdist.tensors.compiled_names import plain_name
 from asyncdist.tensors.flat_state import Entry
 from asyncdist.tensors.optimizers.weights import STATE_PREFIX
@@ -21,8 +20,6 @@ from asyncdist.tensors.optimizers.weights import STATE_PREFIX
 FragmentPattern: TypeAlias = Literal["strided", "balanced"] | Sequence[Sequence[str]]
 
 logger = logging.getLogger("protocols.diloco")
-
-_ALLOWED: Final = "'strided', 'balanced' or a list of names of modules and parameters for each fragment"
 
 
 def fragments_of(entries: Sequence[Entry], count: int, pattern: FragmentPattern) -> tuple[tuple[int, ...], ...]:
@@ -41,19 +38,13 @@ def fragments_of(entries: Sequence[Entry], count: int, pattern: FragmentPattern)
               of its entries.
 
     Raises:
-        TypeError: The pattern has another type.
         ValueError: The model has fewer than ``count`` layers or tensors, or the lists do not name each entry once.
     """
-    count = validation.count("fragments", count)
     if count > len(entries):
         raise ValueError(f"fragments must be at most the number of the model's tensors, {len(entries)}, got {count}")
-    if isinstance(pattern, str):
-        if pattern == "strided":
-            return _strided(entries, count)
-        if pattern == "balanced":
-            return _balanced(entries, count)
-        validation.refuse("fragment_pattern", pattern, _ALLOWED)
-    return _listed(entries, count, _checked_lists(pattern, count))
+    if pattern == "strided":
+        return _strided(entries, count)
+    return _balanced(entries, count) if pattern == "balanced" else _listed(entries, count, pattern)
 
 
 def _strided(entries: Sequence[Entry], count: int) -> tuple[tuple[int, ...], ...]:
@@ -80,6 +71,10 @@ def _balanced(entries: Sequence[Entry], count: int) -> tuple[tuple[int, ...], ..
 
 
 def _listed(entries: Sequence[Entry], count: int, lists: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+    if len(lists) != count:
+        raise ValueError(
+            f"fragment_pattern must have one list for each of the fragments ({count}), got {len(lists)} lists"
+        )
     listed: dict[str, set[int]] = {}
     for place, names in enumerate(lists):
         for name in names:
@@ -138,21 +133,6 @@ def warn_of_iterates(entries: Sequence[Entry], options: str) -> None:
 def _layer(entry: Entry) -> int | None:
     parts = entry.names[0].removeprefix(STATE_PREFIX).split(".")
     return next((int(part) for part in parts if part.isdecimal()), None)
-
-
-def _checked_lists(pattern: Any, count: int) -> Sequence[Sequence[str]]:
-    if not isinstance(pattern, Sequence) or not all(_is_list_of_names(names) for names in pattern):
-        validation.refuse("fragment_pattern", pattern, _ALLOWED, TypeError)
-    if len(pattern) != count:
-        raise ValueError(
-            f"fragment_pattern must have one list for each of the fragments ({count}), got {len(pattern)} lists"
-        )
-    return pattern
-
-
-def _is_list_of_names(names: Any) -> bool:
-    is_list = isinstance(names, Sequence) and not isinstance(names, str)
-    return is_list and all(isinstance(name, str) for name in names)
 
 
 def _gathered(chosen: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Declares the options of :class:`protocols.DiLoCoPolicy`."""
+"""Declares the options of :class:`protocols.DiLoCoPolicy`, and checks the numbers of tokens that a loop passes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ Weighting: TypeAlias = Literal["equal", "tokens"]
 Merge: TypeAlias = Literal["mean", "radial"]
 #: Whether a step whose mean is due but has not arrived waits for the mean, or continues without it.
 Late: TypeAlias = Literal["wait", "skip"]
+#: Smallest number of tokens of a step, and smallest weight of a contribution by tokens.
+LEAST_TOKENS: Final = 1e-9
 LOSES_VALUES: Final = (
     "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
 )
@@ -54,10 +56,10 @@ class DiLoCoOptionNames(ExchangeOptionNames, total=False):
     replica_size: int
 
 
-def _outer_factory(name: str, value: Any) -> Any:
+def outer_factory(name: str, value: Any) -> Any:
+    """Check an option that makes an outer optimizer, and return it."""
     del name
-    if value is not None:
-        check_factory(value)
+    check_factory(value)
     return value
 
 
@@ -87,7 +89,7 @@ class DiLoCoOptions(ExchangeOptions):
     outer_optimizer: OuterFactory | None = option(
         "Function that makes the outer optimizer of a list of flat parameters; by default SGD with lr 0.7 and Nesterov "
         "momentum 0.9, as in the DiLoCo paper. None averages the weights themselves (local SGD).",
-        _outer_factory,
+        or_none(outer_factory),
         default=NESTEROV,
         shown="functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)",
     )
@@ -301,3 +303,50 @@ def text_of(value: Any) -> str:
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return _ADDRESS.sub("", repr(float(value) if is_number else value))
+
+
+class StepTokens:
+    """Checks that the training loop passes the number of tokens in all steps or in none.
+
+    Args:
+        weights: Option ``weights`` of the policy. With ``"equal"``, no numbers of tokens are allowed.
+    """
+
+    def __init__(self, weights: str) -> None:
+        self._weights = weights
+        self._has_tokens: bool | None = None  # None before the first step
+
+    def count(self, tokens: float | None, metric: object) -> float:
+        """Return the number of tokens or examples of a step: ``tokens``, or 1 if it is None.
+
+        Args:
+            metric: Value that was passed to ``step`` by position, where a number of tokens is an error. None if the
+                policy takes a metric there.
+
+        Raises:
+            TypeError: The weights are ``"tokens"``, and the number of tokens was passed by position.
+            ValueError: ``tokens`` is not a finite number above 0, has no effect, or is missing in some steps.
+        """
+        if tokens is None and metric is not None and self._weights != "equal":
+            raise TypeError(
+                "step() takes the number of tokens by name: step(tokens=n). A positional number is a metric, and has "
+                "no effect on the weights"
+            )
+        count = 1.0
+        if tokens is not None:
+            count = validation.real(
+                "tokens", tokens, "a finite number > 0 (of a tensor, tokens.item())", low=LEAST_TOKENS
+            )
+            if self._weights == "equal":
+                raise ValueError(
+                    f"tokens must be None with weights='equal', under which it has no effect, got {tokens!r:.80}; pass "
+                    "weights='tokens' to the policy, or call step() without tokens"
+                )
+        if self._has_tokens not in (None, tokens is not None):
+            given, other = ("None", "a number") if tokens is None else (repr(tokens), "None")
+            raise ValueError(
+                f"with weights={self._weights!r}, which adds up tokens, tokens must be passed in all steps or in no "
+                f"step, got {given} after steps with {other}; a step without tokens would count as 1"
+            )
+        self._has_tokens = tokens is not None
+        return count

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist import validation
+from asyncdist.protocols.joining.state_transfer import cloned
 from asyncdist.tensors.optimizers.wrapped import needs_closure
 
 #: Function that returns an optimizer of the given flat parameters, such as a partial of an optimizer class.
@@ -97,6 +98,7 @@ class OuterStep:
         return [torch.cat([next(pieces) for _ in range(count)]) for count in counts]
 
     @torch.inference_mode(False)
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state and options, without the anchors.
 
@@ -106,11 +108,12 @@ class OuterStep:
             ``"state"`` and ``"param_groups"``: The optimizer's ``state_dict()``, with cloned tensors. Options that
             are functions or other objects, such as a schedule, are left out.
         """
-        state = _cloned(self._optimizer.state_dict())
+        state = cloned(self._optimizer.state_dict())
         state["param_groups"] = [_without_objects(group) for group in state["param_groups"]]
         return {"optimizer": type(self._optimizer).__name__, "sizes": self._sizes(), **state}
 
     @torch.inference_mode(False)
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a copy of the result of :meth:`state_dict`, whose options replace those of the factory.
 
@@ -132,7 +135,7 @@ class OuterStep:
             self._warn_of_changes(own, groups)
             groups = [{**mine, **saved} for mine, saved in zip(own, groups, strict=True)]
         own_parts = {name: value for name, value in state.items() if name not in ("optimizer", "sizes")}
-        self._optimizer.load_state_dict(_cloned({**own_parts, "param_groups": groups}))
+        self._optimizer.load_state_dict(cloned({**own_parts, "param_groups": groups}))
         _use_fast_kernels(self._optimizer)
 
     def _warn_of_changes(self, own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -256,16 +259,6 @@ def _use_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = False
         if group.get("fused", False) is None:
             group["fused"] = True
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _cloned(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_cloned, value))
-    return value
 
 
 def _without_objects(group: Mapping[str, Any]) -> dict[str, Any]:

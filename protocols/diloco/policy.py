@@ -22,7 +22,7 @@ import math
 import warnings
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,34 +30,31 @@ from torch import Tensor, nn
 from asyncdist import LocalProtocolError, validation
 from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.diloco.anchored import AnchoredPolicy
-from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment, interleaved
+from asyncdist.protocols.diloco.eager import AnchorMean, EagerFragment
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS, foreign_call_hint
 from asyncdist.protocols.diloco.fragment_state import FragmentState
 from asyncdist.protocols.diloco.fragments import fragments_of, warn_of_iterates
-from asyncdist.protocols.diloco.options import LOSES_VALUES, DiLoCoOptionNames, DiLoCoOptions, check_has_whole_tensors
+from asyncdist.protocols.diloco.options import (
+    LEAST_TOKENS,
+    LOSES_VALUES,
+    DiLoCoOptionNames,
+    DiLoCoOptions,
+    StepTokens,
+    check_has_whole_tensors,
+)
 from asyncdist.protocols.diloco.radial import embeddings_of
-from asyncdist.protocols.diloco.step_tokens import LEAST_TOKENS, StepTokens
-from asyncdist.protocols.exchange.fragment import Mean
+from asyncdist.protocols.exchange.fragment import Fragment, Mean
 from asyncdist.protocols.exchange.layout.wire_layout import Scratch
+from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.pending_rounds import PendingRound
 from asyncdist.protocols.exchange.policy import ExchangePolicy
-from asyncdist.protocols.exchange.rounds import Exchanged
-from asyncdist.protocols.exchange.schedule import Schedule
+from asyncdist.protocols.exchange.schedule import PendingRound, Schedule
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.misuse import line_of_caller
 from asyncdist.protocols.options import CommonOptions, MemberOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import StepInfo
-from asyncdist.protocols.wrappers import reshard
 from asyncdist.tensors.flat_state import Entry
-
-
-class ArrivedMean(NamedTuple):
-    """An averaging round whose mean has arrived, and the seconds for which a step waited for the mean."""
-
-    pending: PendingRound
-    waited_s: float
 
 
 @with_options(DiLoCoOptionNames, CommonOptions, DiLoCoOptions)
@@ -118,7 +115,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._step_tokens = StepTokens(own.weights)
         self._tokens = [0.0] * own.fragments  # tokens since each fragment's last contribution
-        self._arrived_means: dict[int, ArrivedMean] = {}  # by fragment: mean that its next eager step applies
+        # By fragment: round whose mean its next eager step applies, and the seconds for which a step waited for it.
+        self._arrived_means: dict[int, tuple[PendingRound, float]] = {}
         self._anchor_means: list[AnchorMean] = []  # by fragment; empty without eager
         self._settled_at = 0  # last round after which the anchors were averaged
         if own.eager:
@@ -233,8 +231,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
 
     # -- eager outer steps --------------------------------------------------------------------------------------------
 
-    def _exchanged(self) -> Sequence[Exchanged]:
-        return interleaved(self._fragments, self._anchor_means) if self._own_options.eager else self._fragments
+    def _exchanged(self) -> Sequence[Fragment]:
+        return [each for fragment in self._fragments for each in (fragment, *self._anchor_means)]
 
     async def _apply_due(self, step: int) -> list[StepInfo]:
         """Wait for the means that are due. With ``eager``, they are applied in the next round of their fragments."""
@@ -243,7 +241,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         for fragment, pending in self._pending_rounds.due_means(step):
             began_at = self._world.time()
             await self._merged(pending.number)
-            self._arrived_means[fragment] = ArrivedMean(pending, self._world.time() - began_at)
+            self._arrived_means[fragment] = pending, self._world.time() - began_at
             self._pending_rounds.end(fragment)
         return []
 
@@ -255,7 +253,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         mean = own.mean  # the mean of the previous round
         await self._capture(step)
         arrived = self._arrived_means.pop(fragment, None)
-        pending = PendingRound(0, step, step) if arrived is None else arrived.pending
+        pending = PendingRound(0, step, step) if arrived is None else arrived[0]
         ready = await self._readiness(fragment, pending.number)
         await self._write(fragment, ready, is_late=False, is_left_out=False)
         if mean is None or arrived is None:  # the first eager step applies only this rank's share
@@ -263,9 +261,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
             count = 0 if fragment in self._unsound_captures else 1
             mean = Mean(Verdict(1, (self._world.rank,) * count, (1.0,) * count, (0.0,) * count))
         info = self._info_of(fragment, pending, mean, ready)
-        seconds, waited_s = self._world.time() - began_at, 0.0
-        if arrived is not None:
-            waited_s = arrived.waited_s
+        seconds, waited_s = self._world.time() - began_at, 0.0 if arrived is None else arrived[1]
         info = replace(info, seconds=seconds + waited_s, waited_s=waited_s, staleness_versions=int(arrived is not None))
         if arrived is None:
             info = replace(info, left_out=(), nbytes=0)
@@ -292,8 +288,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         exchange, last = self._exchange, self._pending_rounds.last_number()
         if exchange is None or not self._anchor_means or self._settled_at == last:
             return
-        if self._flat.mesh_ranks:
-            reshard(self.model)
+        self._reshard()
         tensors, first = self._tensors(), self._number_in_exchange(last) + 1
         place_count = len(self._fragments) * self._numbers_per_round
         is_sound = self._known_infinities.unsound_entry_of_model() is None
@@ -302,8 +297,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
                 version, place = divmod(number - 1, place_count)
                 encoded = exchange.new_encoded(place)
                 norm = each.capture(tensors, encoded)
-                each.begin(number, version)
-                exchange.contribute(number, encoded, 1.0, norm if is_sound else math.nan)
+                each.number, each.version = number, version
+                exchange.contribute(number, encoded, Report(1.0, norm if is_sound else math.nan))
         for number, _ in enumerate(self._anchor_means, first):
             await exchange.merged(number)
         with self._weights.following():

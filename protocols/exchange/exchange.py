@@ -11,7 +11,7 @@ order, so the new leader needs no other information. A restarted rank receives t
 
 With a quorum, a round does not wait for late members. A late member moves its contribution to the fragment's next
 round. A member is *behind* if no rank offers the next mean that it needs. After its next contribution, it requests the
-fragment's newest state (:mod:`protocols.exchange.catching_up.catch_up`).
+fragment's newest state (:mod:`protocols.exchange.catch_up`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from asyncdist.protocols.exchange.catch_up import CatchUp
 from torch import Tensor
 
 from asyncdist import Envelope
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.exchange.catching_up.catch_up import CatchUp
-from asyncdist.protocols.exchange.catching_up.offers import Offers
-from asyncdist.protocols.exchange.ledger import Partners, Quorum, Weighing, all_members, reported_weights
+from asyncdist.protocols.exchange.fetch import Offers
+from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.ledger import Partners, Quorum, Report, Weighing, all_members, reported_weights
 from asyncdist.protocols.exchange.messages import (
     Captured,
     CensusReply,
@@ -45,7 +46,7 @@ from asyncdist.protocols.exchange.messages import (
 )
 from asyncdist.protocols.exchange.replicas.division import weighing_of
 from asyncdist.protocols.exchange.round_leader import MemberMessage, RoundLeader
-from asyncdist.protocols.exchange.rounds import Exchanged, MemberRound, RoundTransfers, has_merged
+from asyncdist.protocols.exchange.rounds import MemberRound, RoundTransfers, has_merged
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.policy_channel import PolicyChannel
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
@@ -83,7 +84,7 @@ class Exchange:
         services: Services,
         scopes: PolicyScopes,
         membership: Membership,
-        fragments: Sequence[Exchanged],
+        fragments: Sequence[Fragment],
         *,
         is_overlapped: bool,
         skips_late: bool = False,
@@ -156,20 +157,18 @@ class Exchange:
         """Allow the memory of a model fragment's last mean to be reused, because it was applied."""
         self._transfers.note_applied(fragment)
 
-    def contribute(
-        self, number: int, encoded: Sequence[Tensor], weight: float, norm: float, scores: tuple[float, ...] = ()
-    ) -> None:
+    def contribute(self, number: int, encoded: Sequence[Tensor], report: Report) -> None:
         """Offer ``encoded`` as this member's contribution to averaging round ``number``.
 
         The caller must not change these tensors afterwards.
         """
         own = self._round(number)
-        own.contribution, own.weight, own.norm, own.scores = encoded, weight, norm, scores
+        own.contribution, own.report = encoded, report
         self._unused.pop(own.fragment, None)
         self._transfers.offer_contribution(own)
         self._contributed[own.fragment] = number
         self._is_paused = False
-        self._send_to_leader(Captured(weight, norm, scores), number)
+        self._send_to_leader(Captured(*report), number)
         self._request_missed(own.fragment)
 
     def next_open(self, fragment: int) -> int:
@@ -259,7 +258,7 @@ class Exchange:
         self._channel.close()
         self._server.close()
         if self._catch_up is not None:
-            self._catch_up.close()
+            self._catch_up.offers.close()
         self._services.engine.recheck()
 
     # -- newcomers --------------------------------------------------------------------------------------------------
@@ -287,8 +286,7 @@ class Exchange:
     def contribution_state(self, number: int) -> dict[str, Any]:
         """Return a copy of this member's contribution to an unfinished round, for a checkpoint."""
         own = self._rounds[number]
-        encoded = [each.clone() for each in own.contribution]
-        return {"encoded": encoded, "weight": own.weight, "norm": own.norm, "scores": own.scores}
+        return {"encoded": [each.clone() for each in own.contribution], **own.report._asdict()}
 
     def members(self) -> tuple[int, ...]:
         """Return the living members in the order in which they may lead."""
@@ -340,7 +338,7 @@ class Exchange:
         self._channel.admit(rank)
         self._server.channel.admit(rank)
         if self._catch_up is not None:
-            self._catch_up.admit(rank)
+            self._catch_up.offers.admit(rank)
         for own in list(self._rounds.values()):
             self._begin(own)
 
@@ -448,7 +446,7 @@ class Exchange:
             later = self._round(self.next_open(own.fragment))
             self._transfers.move_contribution(own, later)
             self._contributed[own.fragment] = later.number
-            self._send_to_leader(Captured(later.weight, later.norm, later.scores), later.number)
+            self._send_to_leader(Captured(*later.report), later.number)
             if self._is_paused:  # the leader takes each contribution as the end of a pause
                 self._send_to_leader(Paused(), 0)
 
@@ -541,17 +539,13 @@ class Exchange:
         if self._membership.leads:
             self._round_leader.handle(leader, number, message)
         else:
-            self.post(message, leader, number)
+            self._channel.post(message, leader, number)
 
     def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
         """Send a message about a round to members, possibly including this one."""
         me = self._services.rank
         for dest in dests:
             if dest != me:
-                self.post(message, dest, number)
+                self._channel.post(message, dest, number)
         if me in dests:
             self._handle_from_leader(number, message)
-
-    def post(self, message: ExchangeMessage, dest: int, number: int = 0) -> None:
-        """Send a message about a round to another rank."""
-        self._channel.post(message, dest, number)

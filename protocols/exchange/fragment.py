@@ -16,11 +16,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from asyncdist.protocols.exchange.layout.copies import scatter
-from asyncdist.protocols.exchange.layout.encoder import Encoder
+from asyncdist.protocols.exchange.layout.copies import Encoder, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import Slice, WireLayout
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
+from asyncdist.protocols.exchange.schedule import PendingRound, PendingRounds
 from asyncdist.tensors.byte_views import byte_view
 
 #: Names of the entries of a policy's saved state that belong to the exchange.
@@ -73,13 +72,12 @@ class Fragment:
         return self.layout.stepped_entries
 
     @property
-    def returns_to_anchor(self) -> bool:
-        """True if :meth:`apply` writes reference weights (an anchor) even after a round without donors."""
-        return False
+    def has_outer_step(self) -> bool:
+        """True if :meth:`merge` moves reference weights (an anchor) with an outer optimizer.
 
-    @property
-    def accepts_slices(self) -> bool:
-        """True if :meth:`merge` accepts the mean of parameters in slices, and needs it only during the call."""
+        It then accepts the mean of parameters in slices, and needs it only during the call. :meth:`apply` writes the
+        anchor even after a round without donors.
+        """
         return False
 
     @property
@@ -126,7 +124,7 @@ class Fragment:
         """Decode the mean of all donors' contributions, and keep it until it is applied.
 
         Args:
-            encoded: Consecutive parts of each vector's mean: the whole vector or, if :attr:`accepts_slices`, the slices
+            encoded: Consecutive parts of each vector's mean: the whole vector or, if :attr:`has_outer_step`, the slices
                 of a stepped vector.
         """
         self._values = {

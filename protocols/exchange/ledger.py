@@ -9,7 +9,7 @@ A round passes through these states on the leader:
    a later round.
 2. Members report that they have the mean. When all have it, the round is retired. With a quorum, it is also retired
    when a later round of the same fragment was decided. A member without the mean is then *behind*: it receives the
-   state of a member that has the mean (:mod:`protocols.exchange.catching_up.catch_up`).
+   state of a member that has the mean (:mod:`protocols.exchange.catch_up`).
 
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*. All
 members then stop receiving means, and report their state in each round. No mean is received during a census, so its

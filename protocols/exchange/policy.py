@@ -1,7 +1,7 @@
 """Base class of policies that average model fragments in rounds, without metrics and without a coordinator.
 
 In each step, :class:`ExchangePolicy` captures this rank's contributions to the fragments that are due
-(:mod:`protocols.exchange.pending_rounds`), and applies the means that have arrived and are due. The exchange transfers
+(:mod:`protocols.exchange.schedule`), and applies the means that have arrived and are due. The exchange transfers
 the data and handles lost ranks (:mod:`protocols.exchange.exchange`). A
 :class:`~protocols.exchange.fragment.Fragment` contains the state of a fragment, and defines what is sent and how a mean
 is applied.
@@ -29,12 +29,11 @@ from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
 from asyncdist.protocols.exchange.ledger import Chosen, Quorum, Report, reported_weights, verdict_alone
 from asyncdist.protocols.exchange.messages import Verdict
 from asyncdist.protocols.exchange.options import ExchangeOptions
-from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
+from asyncdist.protocols.exchange.replicas.division import ReplicaParts, write_parts
 from asyncdist.protocols.exchange.replicas.group import Readiness, joined_replica
-from asyncdist.protocols.exchange.replicas.parts import ReplicaParts, write_parts
-from asyncdist.protocols.exchange.rounds import Exchanged, copy_encoded, has_merged
-from asyncdist.protocols.exchange.schedule import Schedule
-from asyncdist.protocols.exchange.statistics import ExchangeStatistics, in_round, result_of, statistics_of
+from asyncdist.protocols.exchange.rounds import copy_encoded, has_merged
+from asyncdist.protocols.exchange.schedule import PendingRound, PendingRounds, Schedule
+from asyncdist.protocols.exchange.statistics import ExchangeStatistics, result_of, statistics_of
 from asyncdist.protocols.joining.admission import Admission
 from asyncdist.protocols.joining.membership import Membership
 from asyncdist.protocols.joining.replica_layout import SINGLE, Replicas
@@ -107,7 +106,6 @@ class ExchangePolicy(ReplicatedPolicy):
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
         self._found_finite_at = self._recovered_at = -1  # last steps that found finite weights, or replaced bad ones
         self._unfinished: set[int] = set()  # rounds in flight that the last settle() could not end
-        self._given: Mapping[int, Mapping[str, Any]] = {}  # loaded contributions to unfinished rounds, by round
 
     def statistics(self) -> ExchangeStatistics:
         """Return this member's counts since its start."""
@@ -122,7 +120,7 @@ class ExchangePolicy(ReplicatedPolicy):
         Each entry of the model is in at most one fragment.
         """
 
-    def _exchanged(self) -> Sequence[Exchanged]:
+    def _exchanged(self) -> Sequence[Fragment]:
         """Return the fragments and other objects that the exchange averages, in the order of their rounds.
 
         A subclass may add ``self._numbers_per_round - 1`` further objects after each fragment. Their rounds may be
@@ -232,20 +230,15 @@ class ExchangePolicy(ReplicatedPolicy):
         agreed = await super()._agree()
         self._pending_rounds.catch_up(self.iteration, agreed.marks)
         if self.keeps_replicas:
-            await self._start_replica()
+            start = self._joint_start
+            facts = self._world, start, self._replicas, self._flat, self._first_weights()
+            await self._free_replica()  # a restarted rank may have a group from a failed attempt to join
+            self._replica = await joined_replica(*facts, start.left_s(self._start_timeout_s))
         return agreed
 
     def _start_mark(self) -> int | None:
         waits_for_all = self._quorum is None and not self._pending_rounds.skips_late
         return self._pending_rounds.mark(self.iteration) if waits_for_all and self.iteration else super()._start_mark()
-
-    async def _start_replica(self) -> None:
-        """Create the group of this rank's replica, and compare its model with the other replicas' models."""
-        start = self._joint_start
-        left_s, weights = start.left_s(self._start_timeout_s), self._first_weights()
-        facts = self._world, start, self._replicas, self._flat, self._group.ranks, weights
-        await self._free_replica()  # a restarted rank may have a group from a failed attempt to join
-        self._replica = await joined_replica(*facts, left_s)
 
     def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
         facts = self._services, scopes, membership, self._exchanged()
@@ -369,23 +362,19 @@ class ExchangePolicy(ReplicatedPolicy):
 
     def _take_saved(self) -> None:
         """Load the state that :meth:`load_state_dict` or another rank has provided, if any."""
-        if self._saved is not None:
-            with validation.reading_state(type(self).__name__):
-                self._take(self._saved)
-
-    def _take(self, saved: Mapping[str, Any]) -> None:
-        if saved["fragments"]:
-            self._replicas.check_saved(self._world.rank, saved)
-        restore(saved, self._fragments, self._pending_rounds)
-        self._was_loaded = any(fragment.version for fragment in self._fragments)
-        self._given = dict(saved["contributions"])
+        if self._saved is None:
+            return
+        with validation.reading_state(type(self).__name__):
+            if self._saved["fragments"]:
+                self._replicas.check_saved(self._world.rank, self._saved)
+            restore(self._saved, self._fragments, self._pending_rounds)
+            self._was_loaded = any(fragment.version for fragment in self._fragments)
 
     def _contribute_again(self) -> None:
         """Offer the contributions from a checkpoint again. Their rounds had not ended when it was saved."""
-        given, self._given, self._saved = self._given, {}, None
-        for number, state in sorted(given.items()):
-            fragment = (number - 1) % self._fragment_count
-            encoded = self._new_encoded(fragment)
+        saved, self._saved = self._saved, None
+        for number, state in sorted(() if saved is None else saved["contributions"].items()):
+            encoded = self._new_encoded((number - 1) % self._fragment_count)
             copy_encoded(state["encoded"], encoded)
             self._contribute(number, encoded, Report(state["weight"], state["norm"], tuple(state["scores"])))
 
@@ -476,7 +465,7 @@ class ExchangePolicy(ReplicatedPolicy):
     def _contribute(self, number: int, encoded: Sequence[Tensor], report: Report) -> None:
         """Offer a contribution to the other ranks, or merge it if this rank is alone."""
         if self._exchange is not None:
-            self._exchange.contribute(self._number_in_exchange(number), encoded, *report)
+            self._exchange.contribute(self._number_in_exchange(number), encoded, report)
             return
         verdict = verdict_alone(report, self.weigh({self._world.rank: report}))
         mean = [[each] for each in encoded] if verdict.donors else ()
@@ -541,10 +530,19 @@ class ExchangePolicy(ReplicatedPolicy):
             own.forget_own()
 
     def _info_of(self, fragment: int, pending: PendingRound, mean: Mean, ready: Readiness) -> StepInfo:
-        info = result_of(self._fragments[fragment], mean, ready, self._replicas, self._first_ranks())
-        numbers = fragment, self._fragment_count, self.iteration
-        info = in_round(info, pending, *numbers, has_quorum=self._quorum is not None)
-        return replace(info, gains=self._gains_of(mean.verdict))
+        own, count, number, staleness = self._fragments[fragment], self._fragment_count, pending.number, 0
+        if self._quorum is not None:  # the anchor may move both before the contribution and before this step
+            number = (own.version - 1) * count + fragment + 1
+            staleness = own.version - 1 - pending.base_version
+        return replace(
+            result_of(own, mean, ready, self._replicas, self._first_ranks()),
+            round=number,
+            fragment=fragment,
+            fragment_count=count,
+            staleness_steps=self.iteration - pending.captured_at,
+            staleness_versions=staleness,
+            gains=self._gains_of(mean.verdict),
+        )
 
     def _gains_of(self, verdict: Verdict) -> tuple[float, ...]:
         """Return how much each donor's contribution improves the metric on held-out data. Empty if not measured."""

@@ -45,13 +45,16 @@ MemberMessage: TypeAlias = Captured | Merged | Paused | Ending | CensusReply
 
 
 class Owner(Protocol):
-    """Interface to the exchange of which this member is the leader."""
+    """Interface to the exchange of which a :class:`RoundLeader` or a `CatchUp` is a part."""
 
     def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
         """Send a message with a round number to some members, possibly including this one."""
 
     def last_contribution(self, fragment: int) -> int:
         """Return the last round of a fragment that counts a contribution of this member, or 0 before the first."""
+
+    def note_caught_up(self, fragment: int) -> None:
+        """Resume a model fragment's rounds after a request for its state has ended, with or without success."""
 
 
 class RoundLeader:

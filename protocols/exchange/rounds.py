@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -22,7 +22,9 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.protocols.exchange.fetch import REQUEST_COUNT_MAX, Fetch, as_buffers
+from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.layout.wire_layout import Slice, WireLayout
+from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.exchange.messages import RoundState, Verdict
 from asyncdist.protocols.parameter_stream import neighbours
 from asyncdist.protocols.parameter_stream.messages import PART_CHUNK_COUNT
@@ -36,56 +38,11 @@ logger = logging.getLogger("protocols.exchange.rounds")
 #: Maximum number of labels in one round: one for each slice of a contribution, and for each slice of the mean in each
 #: attempt.
 _LABEL_COUNT: Final = 1 << 30
+_NO_REPORT: Final = Report(0.0, 0.0)  # of a member that has not contributed
 _YIELD_NBYTES: Final = 4 << 20  # number of bytes that are averaged before other tasks run
 
 
-class Exchanged(Protocol):
-    """Interface of an object that the exchange averages, usually a fragment of the model.
-
-    Attributes:
-        layout: Vectors and slices of the fragment.
-        version: Number of rounds whose mean this member has received.
-        is_frequent: Whether the memory of a round is reused in later rounds.
-    """
-
-    layout: WireLayout
-    version: int
-    is_frequent: bool
-
-    @property
-    def holds_mean(self) -> bool:
-        """True if the memory of the last mean is needed until the mean is applied."""
-
-    @property
-    def accepts_slices(self) -> bool:
-        """True if :meth:`merge` accepts the mean of parameters in slices, and needs it only during the call."""
-
-    def combine(
-        self, each: Slice, number: int, parts: Sequence[Tensor], weights: Sequence[float], into: Tensor
-    ) -> None:
-        """Combine the donors' encoded values into ``into``, by default as their mean (:meth:`WireLayout.average`)."""
-
-    def takes(self, number: int) -> bool:
-        """Return whether this member uses the mean of averaging round ``number``."""
-
-    def merge(self, verdict: Verdict, encoded: Sequence[Sequence[Tensor]]) -> None:
-        """Add the encoded mean of a round to the object's state. The mean is empty if no contribution was averaged.
-
-        Args:
-            encoded: For each vector, the consecutive parts of its mean: the whole vector, or its slices.
-        """
-
-    def count_lost(self, version: int) -> None:
-        """Count the first ``version`` rounds as completed, because all members that had their means are lost."""
-
-    def shared_state(self) -> Any:
-        """Return, as a tree, the state that is equal on all members that have completed the same number of rounds."""
-
-    def load_shared_state(self, state: Any) -> None:
-        """Load another member's :meth:`shared_state`."""
-
-
-def has_merged(fragments: Sequence[Exchanged], number: int) -> bool:
+def has_merged(fragments: Sequence[Fragment], number: int) -> bool:
     """Return whether this member has a round's mean, or has loaded a state that includes it."""
     return (number - 1) // len(fragments) < fragments[(number - 1) % len(fragments)].version
 
@@ -108,9 +65,9 @@ class MemberRound:
 
     Attributes:
         contribution: This member's encoded contribution, by vector. Empty before it is made.
+        report: This member's report on its contribution.
         attempt: Number of the leader's last decision (verdict) on the round, or 0.
         verdict: Decision whose mean this member receives or has. None before it, and while members report after a loss.
-        scores: Further values of the member's report; see :class:`protocols.exchange.ledger.Report`.
         mean: The encoded mean, by vector. Empty until it is requested.
         read_in_place: Slices of the mean that are read in their owners' memory and are therefore missing in ``mean``.
         has_received: Whether the member has received the mean. If replicas have several ranks, the mean is added to the
@@ -121,9 +78,7 @@ class MemberRound:
     number: int
     fragment: int
     contribution: Sequence[Tensor] = ()
-    weight: float = 0.0
-    norm: float = 0.0
-    scores: tuple[float, ...] = ()
+    report: Report = _NO_REPORT
     attempt: int = 0
     verdict: Verdict | None = None
     mean: list[Tensor] = field(default_factory=list)
@@ -150,9 +105,7 @@ class MemberRound:
             verdict = self.verdict
             of_mean = {"donors": verdict.donors, "weights": verdict.weights, "norms": verdict.norms}
             of_mean |= {"donor_scores": verdict.scores, "late": verdict.late}
-        return RoundState(
-            self.number, self.attempt, self.has_merged, self.weight, self.norm, scores=self.scores, **of_mean
-        )
+        return RoundState(self.number, self.attempt, self.has_merged, **self.report._asdict(), **of_mean)
 
 
 class RoundTransfers:
@@ -170,7 +123,7 @@ class RoundTransfers:
         self,
         services: Services,
         server: SnapshotServer,
-        fragments: Sequence[Exchanged],
+        fragments: Sequence[Fragment],
         *,
         is_overlapped: bool,
         merges_at_once: bool = True,
@@ -255,8 +208,8 @@ class RoundTransfers:
         offers, own.offers = own.offers, []
         for offer in offers:
             self._server.withdraw(offer)
-        later.contribution, later.weight, later.norm, later.scores = own.contribution, own.weight, own.norm, own.scores
-        own.contribution, own.weight, own.norm, own.scores = (), 0.0, 0.0, ()
+        later.contribution, later.report = own.contribution, own.report
+        own.contribution, own.report = (), _NO_REPORT
         self.offer_contribution(later)
 
     def begin(self, own: MemberRound, verdict: Verdict) -> asyncio.Task[None]:
@@ -270,7 +223,7 @@ class RoundTransfers:
         # Skip a mean that is not for this member, or that its received state already includes.
         if fragment.takes(own.number) and not has_merged(self._fragments, own.number):
             own_parts = [[each] for each in own.mean]
-            if fragment.accepts_slices and own.mean:
+            if fragment.has_outer_step and own.mean:
                 own_parts = fragment.layout.divided(own.mean, own.read_in_place)
             fragment.merge(own.verdict, own_parts)
         own.has_merged = True
@@ -345,8 +298,8 @@ class RoundTransfers:
 
     async def _receive(self, own: MemberRound, verdict: Verdict) -> None:
         """Average the slices that this member owns, and receive the means of all other slices."""
-        layout = self._fragments[own.fragment].layout
-        me = self._services.rank
+        fragment, me = self._fragments[own.fragment], self._services.rank
+        layout, reads_means = fragment.layout, self._reads_means and fragment.has_outer_step
         owned = [each for each in layout.slices if verdict.source_of(each.owner) == me]
         others = [each for each in layout.slices if verdict.source_of(each.owner) != me]
         if owned and me in verdict.donors and not own.contribution:
@@ -367,11 +320,11 @@ class RoundTransfers:
                 label = _label(verdict.attempt, each, layout)
                 means[each] = self._fetch(own, verdict.source_of(each.owner), into, label)
             for each in owned:
-                await self._average(own, verdict, each, {donor: given.get((each, donor)) for donor in verdict.donors})
+                await self._average(own, verdict, each, [given.get((each, donor)) for donor in verdict.donors])
                 if verdict.receiver < 0:
                     self._offer(own, layout.part(own.mean, each, of_mean=True), _label(verdict.attempt, each, layout))
             for each in others:
-                may_read_in_place = self._reads_means and self._accepts_slices(own, each)
+                may_read_in_place = reads_means and layout.vectors[each.vector].role == "stepped"
                 part = await means[each].whole(in_place=may_read_in_place)
                 if not means[each].is_whole:
                     own.read_in_place[each] = part
@@ -382,23 +335,24 @@ class RoundTransfers:
             for fetch in (*given.values(), *means.values()):
                 fetch.close()
 
-    async def _average(
-        self, own: MemberRound, verdict: Verdict, each: Slice, given: Mapping[int, Fetch | None]
-    ) -> None:
-        """Average one slice. ``given`` maps each donor to its pending request, and this rank to None."""
+    async def _average(self, own: MemberRound, verdict: Verdict, each: Slice, given: Sequence[Fetch | None]) -> None:
+        """Average one slice. ``given`` has the pending request to each donor, and None for this rank."""
+        fetches = [fetch for fetch in given if fetch is not None]
         for count in range(REQUEST_COUNT_MAX):
             try:
-                for fetch in given.values():
-                    if fetch is not None:
-                        await fetch.ready()
-                await self._average_ready(own, verdict, each, list(given.values()))
-                return
+                for fetch in fetches:
+                    await fetch.ready()
+                await self._average_ready(own, verdict, each, given)
+                for fetch in fetches:
+                    fetch.check()
+                break
             except StreamAborted as error:
                 if count + 1 == REQUEST_COUNT_MAX or error.rank in self._services.gone:
                     raise
-                for fetch in given.values():
-                    if fetch is not None:
-                        fetch.renew()
+                for fetch in fetches:
+                    fetch.renew()
+        for fetch in fetches:
+            fetch.complete()
 
     async def _average_ready(
         self, own: MemberRound, verdict: Verdict, each: Slice, given: Sequence[Fetch | None]
@@ -418,15 +372,6 @@ class RoundTransfers:
             if unread_nbytes >= _YIELD_NBYTES:
                 unread_nbytes = 0
                 await yield_to_loop()
-        fetches = [fetch for fetch in given if fetch is not None]
-        for fetch in fetches:
-            fetch.check()
-        for fetch in fetches:
-            fetch.complete()
-
-    def _accepts_slices(self, own: MemberRound, each: Slice) -> bool:
-        fragment = self._fragments[own.fragment]
-        return fragment.accepts_slices and fragment.layout.vectors[each.vector].role == "stepped"
 
     def _scratch_of(self, count: int, nbytes: int) -> list[Tensor]:
         if not self._scratch or len(self._scratch[0]) < nbytes:

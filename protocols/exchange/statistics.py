@@ -9,7 +9,6 @@ from typing import Final
 
 from asyncdist.protocols.exchange.counts import AverageCounts
 from asyncdist.protocols.exchange.fragment import Fragment, Mean, mean_cosine
-from asyncdist.protocols.exchange.pending_rounds import PendingRound
 from asyncdist.protocols.exchange.replicas.group import Readiness
 from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.protocols.journal import format_table
@@ -106,7 +105,7 @@ def _by_number(counts: Mapping[int, int]) -> str:
 def result_of(
     fragment: Fragment, mean: Mean, ready: Readiness, replicas: Replicas, members: Collection[int]
 ) -> StepInfo:
-    """Return the result of a step that has applied a mean, without the fields that :func:`in_round` adds.
+    """Return the result of a step that has applied a mean, without the fields that the policy alone knows.
 
     Args:
         ready: Joint report of the ranks of this rank's replica.
@@ -119,7 +118,7 @@ def result_of(
             cosine = mean_cosine(replace(verdict, norms=ready.norms), ready.norm)
     total = sum(verdict.weights)
     donors = tuple(replicas.replica_ranks(donor)[0] for donor in verdict.donors)
-    has_changed = bool(donors or fragment.returns_to_anchor or (ready.nonfinite and fragment.anchors))
+    has_changed = bool(donors or fragment.has_outer_step or (ready.nonfinite and fragment.anchors))
     return StepInfo(
         averaged_this_iteration=has_changed,
         abandoned="" if has_changed else _NO_DONOR,
@@ -133,22 +132,4 @@ def result_of(
         unencoded_nbytes=fragment.layout.unencoded_nbytes,
         version=fragment.version,
         left_out=() if verdict.receiver >= 0 else tuple(sorted(set(members) - set(donors))),
-    )
-
-
-def in_round(
-    info: StepInfo, pending: PendingRound, fragment: int, fragment_count: int, iteration: int, *, has_quorum: bool
-) -> StepInfo:
-    """Return ``info`` with the model fragment, its round's number, and the staleness of the contribution."""
-    number, staleness = pending.number, 0
-    if has_quorum:  # the reference weights may change both before the contribution and before this step
-        number = (info.version - 1) * fragment_count + fragment + 1
-        staleness = info.version - 1 - pending.base_version
-    return replace(
-        info,
-        round=number,
-        fragment=fragment,
-        fragment_count=fragment_count,
-        staleness_steps=iteration - pending.captured_at,
-        staleness_versions=staleness,
     )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import validation
-from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, rejoined_replica
+from asyncdist.protocols.exchange.replicas.group import Readiness, ReplicaGroup, new_replica
 from asyncdist.protocols.joining.policy import JoinablePolicy
 from asyncdist.protocols.options import MemberOptions
 from asyncdist.protocols.own_state import announce_average
@@ -89,8 +89,8 @@ class ReplicatedPolicy(JoinablePolicy):
     async def _rejoin_replica(self) -> None:
         if self._replicas.size > 1 and self._replica is None:
             check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
-            facts = self._world, self._replicas, self._flat, self._group.ranks
-            self._replica = await rejoined_replica(*facts, self._start_timeout_s)
+            facts = self._world, None, self._replicas, self._flat, self._start_timeout_s
+            self._replica = await new_replica(*facts)
             self._services.is_admitted = False  # the new group has set it to True
 
     async def _gather_in_replica(self, own: int) -> tuple[int, ...]:

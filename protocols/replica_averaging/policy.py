@@ -21,18 +21,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist import (
-    ClosedError,
-    Group,
-    LateError,
-    LocalProtocolError,
-    compute_and_broadcast,
-    reduce_and_broadcast,
-    validation,
-)
+from asyncdist import Group, LateError, LocalProtocolError, compute_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.declared import among, with_options
-from asyncdist.protocols.exchange.replicas.group import check_sharding, wait_until_all_leave
+from asyncdist.protocols.exchange.replicas.group import ReplicaGroup, new_replica
+from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.protocols.joining.state_transfer import broadcast_bytes, cloned, packed, unpacked
 from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource, mean_of
 from asyncdist.protocols.options import (
@@ -155,10 +148,9 @@ class ReplicaAveragingPolicy(Ported):
         self._inner = kind(model, optimizer, average_every=self.average_every, **inner)
         self._limit = self._inner._limit
         self._journal.include(self._inner._journal)
-        self._replica: Group
+        self._replica: ReplicaGroup
         self._others: Group | None = None  # this rank, and the ranks of other replicas with which it averages
         self._groups: list[Group] = []
-        self._may_be_unequal = False  # whether an interrupted step may have left the replica's ranks unequal
 
     def statistics(self) -> SelectiveStatistics:
         """Return this replica's counts. Except for the iteration, they are 0 on all ranks but its first one.
@@ -203,8 +195,8 @@ class ReplicaAveragingPolicy(Ported):
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        ranks, first = self._group.ranks, self._group.index - self._group.index % self.replica_size
-        check_replica_group(self.model, ranks[first : first + self.replica_size], self._world)
+        self._replicas = Replicas(self._group.ranks, self.replica_size)
+        check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
         await self._agree()
         try:
             await self._start_among_groups()
@@ -213,24 +205,25 @@ class ReplicaAveragingPolicy(Ported):
             raise
 
     async def _start_among_groups(self) -> None:
-        ranks, size, own = self._group.ranks, self.replica_size, self._group.index
-        first = own - own % size
-        if size == len(ranks) and own == 0:
+        ranks, size, world = self._group.ranks, self.replica_size, self._world
+        if size == len(ranks) and self._group.index == 0:
             logger.warning(
                 "all %d ranks are one replica, so nothing is averaged; two replicas need %d ranks", size, 2 * size
             )
         self._inner.iteration = self.iteration
-        self._replica = await self._new_group(ranks[first : first + size])
-        self._services.shared(ReplicaMates).ranks = frozenset(self._replica.ranks) - {self._world.rank}
+        left_s = self._joint_start.left_s(self._start_timeout_s)
+        facts = world, self._joint_start, self._replicas, self._flat, left_s
+        self._replica = await new_replica(*facts, is_sharded=self.is_sharded)
+        self._groups.append(self._replica.group)
+        self._services.shared(ReplicaMates).ranks = frozenset(self._replica.ranks) - {world.rank}
         if isinstance(self._inner, ShardAveraging):
-            await check_sharding(self._world, self._replica, self._flat.mesh_ranks, ranks)
-            self._others = await self._new_group(ranks[own % size :: size])
-            self._inner.place(self._world, self._replica, self._others, ranks[::size])
+            self._others = await self._new_group(self._replicas.counterparts(world.rank))
+            self._inner.place(world, self._replica.group, self._others, ranks[::size])
             await self._inner.__aenter__()
             return
         self._buffers = self._flat.new_buffers()
         await self._copy_from_leader()
-        if own == first:
+        if world.rank == self._replica.ranks[0]:
             self._others = await self._new_group(ranks[::size])
             self._inner._given_group, self._inner._given_world = self._others, self._world
             await self._inner.__aenter__()
@@ -248,21 +241,19 @@ class ReplicaAveragingPolicy(Ported):
                 "the other replicas continue without it. To train with all replicas again, end the job, and start it "
                 "from its last checkpoint"
             )
-        ranks, size, own = self._group.ranks, self.replica_size, self._group.index
-        first = own - own % size
-        replica_ranks = ranks[first : first + size]
-        check_replica_group(self.model, replica_ranks, self._world)
+        world, ranks = self._world, self._group.ranks
+        replicas = Replicas(ranks, self.replica_size)
+        check_replica_group(self.model, replicas.replica_ranks(world.rank), world)
         was_admitted = self._services.is_admitted
-        timeout_s, groups = self._start_timeout_s, self._world.peers.groups
         try:
-            self._replica = await groups.replica_group(replica_ranks, timeout_s, subject="restarted replica")
-            self._groups.append(self._replica)
+            self._replica = await new_replica(world, None, replicas, self._flat, self._start_timeout_s)
+            self._groups.append(self._replica.group)
             self._services.is_admitted = was_admitted  # the group has set it to True
             self._buffers = self._flat.new_buffers()
-            state = await compute_and_broadcast(self._join_as_leader, group=self._replica, world=self._world)
+            state = await compute_and_broadcast(self._join_as_leader, group=self._replica.group, world=world)
             if isinstance(state, str):
                 raise LateError(state)
-            if own != first:
+            if world.rank != self._replica.ranks[0]:
                 self._restore(state)
             await self._copy_optimizer_from_leader()
             await self._copy_from_leader(has_new_state=True)
@@ -291,9 +282,9 @@ class ReplicaAveragingPolicy(Ported):
         return self.state_dict()
 
     async def _copy_optimizer_from_leader(self) -> None:
-        root, is_leader = self._replica.ranks[0], self._others is not None
+        is_leader = self._others is not None
         own = packed({"optimizer": named_state(self.model, self.optimizer)}) if is_leader else new_memory(0)
-        state = await broadcast_bytes(self._world, own, self._replica, root)
+        state = await broadcast_bytes(self._world, own, self._replica.group, self._replica.ranks[0])
         if not is_leader:
             load_named(self.model, self.optimizer, cloned(unpacked(state)["optimizer"]))
 
@@ -304,10 +295,8 @@ class ReplicaAveragingPolicy(Ported):
 
     async def _stop(self, error: BaseException | None) -> None:
         try:
-            if error is None and not self._may_be_unequal:
-                self._services.shared(ReplicaMates).ranks = frozenset()
-                meeting = reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
-                await wait_until_all_leave(self._world, self._replica, self.iteration, meeting)
+            if error is None:
+                await self._replica.leave(self.iteration)
         finally:
             try:
                 if self._others is not None:
@@ -331,15 +320,8 @@ class ReplicaAveragingPolicy(Ported):
                 self._read_new_metric(local_metric)
             await self._world.safe_point()
             return NOTHING
-        if self._may_be_unequal:
-            raise ClosedError(
-                "an earlier step was cancelled or failed, so the weights of this replica's ranks may be inconsistent; "
-                "leave the policy and load a checkpoint"
-            )
-        self._may_be_unequal = True
-        info = await self._swap(local_metric, is_due)
-        self._may_be_unequal = False
-        return info
+        with self._replica.step():
+            return await self._swap(local_metric, is_due)
 
     async def _swap(self, local_metric: MetricSource, is_due: bool) -> StepInfo:
         """Let the leader make a step of the leaders' policy, and copy its new weights, together with the replica."""
@@ -351,7 +333,7 @@ class ReplicaAveragingPolicy(Ported):
         async def step_of_leader() -> dict[str, Any]:
             return asdict(await self._inner.step_at(self.iteration, metric, is_due=is_due))
 
-        info = StepInfo(**await compute_and_broadcast(step_of_leader, group=self._replica, world=self._world))
+        info = StepInfo(**await compute_and_broadcast(step_of_leader, group=self._replica.group, world=self._world))
         if info:
             await self._copy_from_leader()
             if self._others is None and (self._inner._averaging.resets_optimizer or info.recovered):
@@ -365,7 +347,7 @@ class ReplicaAveragingPolicy(Ported):
         """
         value = self._read_new_metric(local_metric)
         own = torch.tensor([math.nan if value is None else value], dtype=torch.float64, device="cpu")
-        metrics = await self._world.collectives.gather(own, self._replica, self._replica.ranks[0])
+        metrics = await self._world.collectives.gather(own, self._replica.group, self._replica.ranks[0])
         if metrics is None:
             return None
         return mean_of([float(each) for each in metrics]) if value is not None else lambda: NOT_MEASURED
@@ -379,7 +361,7 @@ class ReplicaAveragingPolicy(Ported):
         if is_leader:
             self._flat.snapshot(self._buffers)
         for tensor in self._buffers.tensors.values():
-            await self._world.collectives.broadcast(tensor, self._replica, self._replica.ranks[0])
+            await self._world.collectives.broadcast(tensor, self._replica.group, self._replica.ranks[0])
         if not is_leader:
             with self._weights.following(has_new_state=has_new_state):
                 self._flat.load(self._buffers)

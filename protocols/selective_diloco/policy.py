@@ -1,40 +1,82 @@
 """Implements selective DiLoCo: each rank's difference is weighted by its gain on held-out data.
 
-Each rank measures its gain: how much a step along its difference improves the anchor's held-out metric
-(:mod:`protocols.selective_diloco.trials`). The leader of the exchange chooses the donors and their weights from the
-ranks' reported scores (:mod:`protocols.selective_diloco.donors`). In all other respects, the policy equals DiLoCo
+Each rank measures its gain: how much a step along its difference improves the anchor's held-out metric. The leader of
+the exchange chooses the donors and their weights from the ranks' reported scores
+(:mod:`protocols.selective_diloco.donors`). In all other respects, the policy equals DiLoCo
 (:mod:`protocols.diloco.policy`).
+
+The metric is evaluated twice, with trial weights in the rank's own model: at the anchor, which is equal on all ranks,
+and after a *trial step*. A trial step adds a share of this rank's change of one fragment to the anchor. With k donors,
+the share is 1 / k, as in their mean. A trial step of the whole difference would be misleading. Late in a training,
+noise often makes each rank's own weights worse than the anchor, although the mean of all differences improves the
+anchor. The harm of noise grows with the square of the share, but the gain of progress only with the share. If the
+donors' noise is independent, a trial step of share 1 / k has 1 / k of the gain of the mean.
+
+The ranks of a replica measure together, each with trial weights in its part of the model.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from asyncdist import validation
-from asyncdist.protocols.declared import among, with_options
+from asyncdist.protocols.declared import Options, among, function, like, option, with_options
+from asyncdist.protocols.diloco.anchored import restored
 from asyncdist.protocols.diloco.foreign_options import FOREIGN_OPTIONS, foreign_call_hint
 from asyncdist.protocols.diloco.options import DiLoCoOptionNames, DiLoCoOptions
 from asyncdist.protocols.diloco.policy import DiLoCoPolicy
+from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.layout.copies import as_written, gather, scatter
 from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.exchange.messages import Verdict
-from asyncdist.protocols.joining.membership import Membership
-from asyncdist.protocols.joining.scopes import PolicyScopes
-from asyncdist.protocols.metrics import MetricSource, due_metric
+from asyncdist.protocols.metrics import Metric, MetricSource, due_metric
 from asyncdist.protocols.misuse import check_evaluates, line_of_caller
 from asyncdist.protocols.options import CommonOptions
-from asyncdist.protocols.selective_diloco.donors import AnchorScores, DonorRules, choose_donors, donor_limit, gain_of
-from asyncdist.protocols.selective_diloco.options import SelectiveDiLoCoOptionNames, TrialOptions, check_combination
-from asyncdist.protocols.selective_diloco.trials import measure
+from asyncdist.protocols.ranking import JudgingRules, MetricMode
+from asyncdist.protocols.selective_diloco.donors import (
+    AnchorScores,
+    DifferenceStrategy,
+    DonorRules,
+    choose_donors,
+    donor_limit,
+    gain_of,
+)
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.tensors.optimizers.weights import kept_mode
 
 logger = logging.getLogger("protocols.selective_diloco")
+
+_CALLABLE: Final = "a callable without arguments that evaluates the model on held-out data, or None"
+
+
+class SelectiveDiLoCoOptionNames(DiLoCoOptionNames, total=False):
+    """The options of :class:`protocols.SelectiveDiLoCoPolicy`, except ``average_every``."""
+
+    metric: Callable[[], Metric] | None
+    metric_mode: MetricMode
+    averaging_strategy: DifferenceStrategy
+    donor_ratio: float
+    outlier_factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOptions(Options):
+    """Options for measuring how much a rank's difference improves a held-out metric."""
+
+    metric: Callable[[], Metric] | None = option(
+        "Callable without arguments that evaluates the model's current weights on held-out data, the same on all "
+        "ranks; for calls of `step` without `loss` or `score`.",
+        function(_CALLABLE),
+        default=None,
+    )
+    metric_mode: MetricMode = like(JudgingRules, "metric_mode")
+
 
 _FOREIGN_OPTIONS = {
     name: reason for name, reason in FOREIGN_OPTIONS.items() if name not in SelectiveDiLoCoOptionNames.__annotations__
@@ -89,10 +131,9 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     ) -> None:
         self._rules, trials = DonorRules.of(options), TrialOptions.of(options)
         super().__init__(model, optimizer, average_every=average_every, **among(options, DiLoCoOptionNames))
-        check_combination(self._own_options, self.average_every)
+        self._check_combination()
         self._metric, self._metric_mode = trials.metric, trials.metric_mode
         self._sign = 1.0 if trials.metric_mode == "max" else -1.0
-        self._membership: Membership | None = None  # None before the start, and if this rank is alone
         self._evaluation: MetricSource = None  # metric of the current step
         self._anchor_scores = AnchorScores()
         # With BatchNorm, scores of equal weights differ between ranks, because each rank has its own statistics.
@@ -134,9 +175,25 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         finally:
             self._evaluation = None
 
-    def _open(self, membership: Membership, scopes: PolicyScopes) -> None:
-        super()._open(membership, scopes)
-        self._membership = membership
+    def _check_combination(self) -> None:
+        """Raise ValueError if an option of DiLoCo makes it impossible to measure gains."""
+        own = self._own_options
+        if own.outer_optimizer is None:
+            raise ValueError(
+                "outer_optimizer must be a factory, got None: a gain is measured from the anchor, which only an outer "
+                "optimizer has. To average the weights, pass functools.partial(torch.optim.SGD, lr=1.0)"
+            )
+        if own.eager:
+            validation.refuse(
+                "eager", own.eager, "False, since eager ranks have no common anchor whose metric they could judge"
+            )
+        longest = self.average_every // own.fragments
+        if own.overlap_steps > longest:
+            allowed = (
+                f"at most average_every // fragments ({longest}), since no other fragment may be in flight while the "
+                "gain of a difference is measured"
+            )
+            validation.refuse("overlap_steps", own.overlap_steps, allowed)
 
     def _options(self) -> Mapping[str, Any]:
         return {**super()._options(), "metric_mode": self._metric_mode, **self._rules.agreed()}
@@ -149,7 +206,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
         if all(parameters.isdisjoint(self._flat.entries[index].names) for index in self._chosen[fragment]):
             return ()
-        count = 0 if self._known_infinities.unsound_entry_of_model() is not None else self._replica_count()
+        count = 0 if self._known_infinities.unsound_entry_of_model() is not None else len(self._first_ranks())
         if self._replica is not None:  # its ranks may know of different lost ranks
             count = await self._replica.smallest(count)
         if not count:
@@ -160,17 +217,35 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
                 "pass step(loss=evaluate), or metric=evaluate to the policy"
             )
         share = 1.0 / donor_limit(count, self._rules)
-        complete = functools.partial(self._complete, tensors=tensors)
         try:
             with kept_mode(self.optimizer):
-                metrics = await measure(self._fragments, fragment, tensors, share, self._evaluate, complete)
+                metrics = await self._measure(fragment, tensors, share)
         finally:
             self._reshard()
         self._journal.note_metric(self.iteration, metrics[0])
         return self._sign * metrics[0], self._sign * metrics[1]
 
-    def _replica_count(self) -> int:
-        return 1 if self._membership is None else len(self._membership.living) // self._replicas.size
+    async def _measure(self, chosen: int, tensors: Sequence[Tensor], share: float) -> tuple[float, float]:
+        """Return the metric of the anchor, and the metric after a trial step of one fragment.
+
+        The model's parameters and buffers are restored, even after an exception.
+
+        Args:
+            chosen: Index of the fragment whose difference is tried.
+            share: Length of the trial step as a share of the difference.
+        """
+        fragment = self._fragments[chosen]
+        moved = _trial_weights(fragment, tensors, share)
+        with restored(tensors):
+            for each in self._fragments:
+                each.restore(tensors)
+            await self._complete(range(len(self._fragments)), tensors)
+            at_anchor = await self._evaluate()
+            with torch.no_grad():
+                for vector, flat in zip(fragment.layout.stepped, moved, strict=True):
+                    scatter(vector, flat, tensors)
+            await self._complete([chosen], tensors)
+            return at_anchor, await self._evaluate()
 
     async def _evaluate(self) -> float:
         """Return the metric of the model's current weights, as the mean of the replica's ranks."""
@@ -200,3 +275,20 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     def _takes_whole(self, verdict: Verdict) -> bool:
         """Return whether this rank takes the new weights without ``mixing``, because its difference was left out."""
         return self._world.rank not in (*verdict.donors, *verdict.late)
+
+
+@torch.no_grad()
+def _trial_weights(fragment: Fragment, tensors: Sequence[Tensor], share: float) -> list[Tensor]:
+    """Return anchor + share * (own - base) for each vector of parameters.
+
+    The base is the anchor, or for a late rank the older anchor from which it has trained.
+    """
+    found = []
+    for vector, anchor, base in zip(fragment.layout.stepped, fragment.anchors, fragment.bases, strict=True):
+        own = vector.new_flat()
+        gather(vector, tensors, own)
+        start = as_written(vector, base, tensors)
+        if start is not anchor:
+            own.sub_(start).add_(anchor)
+        found.append(torch.lerp(anchor, own, share, out=own))
+    return found

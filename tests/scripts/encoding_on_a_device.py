@@ -20,8 +20,8 @@ from asyncdist.tensors import flat_state
 from asyncdist.tensors.codecs import codec, find_codec
 from asyncdist.tensors.flat_state import FlatState
 from protocols import DiLoCoPolicy
-from protocols.exchange.layout import encoder
-from protocols.exchange.layout.encoder import Encoder
+from protocols.exchange.layout import copies
+from protocols.exchange.layout.copies import Encoder
 from protocols.exchange.layout.wire_layout import WireLayout
 
 NAME = "standin"
@@ -179,7 +179,7 @@ def check_training(**options: Any) -> Device:
 def accept_stand_in() -> None:
     """Register the stand-in, encode contributions on it, and let policies take its tensors, which have no address."""
     _setup_privateuseone_for_python_backend(NAME)
-    vars(encoder).update(_DEVICE_TYPES=(NAME,))
+    vars(copies).update(_DEVICE_TYPES=(NAME,))
     vars(codec).update(_DEVICE_PIECE_COUNT=PIECE)
     check_supported = vars(flat_state)["check_supported"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocols.async_diloco.arrivals import Arrival, Arrivals, Choice, Handling, Quorum, choose, weight_of
+from protocols.async_diloco.arrivals import Arrival, Arrivals, Handling, Quorum, newest, weight_of
 from protocols.async_diloco.messages import AnchorOffer, Applied, Arrived, MemberState
 
 
@@ -135,15 +135,11 @@ def test_weights_of_contributions() -> None:
     assert [weight_of(20.0, 10, weighting) for weighting in ("equal", "tokens", "rate")] == [1.0, 20.0, 40.0]
 
 
-def member_state(version: int, outer_version: int = -1) -> MemberState:
-    return MemberState(version, (), outer_version, 0, ())
-
-
 def test_a_new_leader_takes_the_newest_states() -> None:
-    member_states = {1: member_state(4, 2), 2: member_state(7, 3), 3: member_state(7, 6), 4: member_state(5, 5)}
-    assert choose(member_states, 1) == Choice(7, 2, 6, 3)
-    assert choose(member_states, 3) == Choice(7, 3, 6, 3), "among equally new states, a leader must prefer its own"
-    assert choose({2: member_state(0)}, 2) == Choice(0, 2, -1, -1)
+    versions = {1: 4, 2: 7, 3: 7, 4: 5}
+    assert newest(versions, 1) == (7, 2)
+    assert newest(versions, 3) == (7, 3), "among equally new states, a leader must prefer its own"
+    assert newest({2: -1}, 2) == (-1, 2)
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,14 @@ def test_all_options_of_another_library_are_explained_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "facts"),
     [
+        ({"fragments": 0}, ValueError, ("fragments", "0")),
+        ({"fragments": 1.5}, ValueError, ("fragments", "1.5")),
         ({"fragments": [torch.nn.Linear(1, 1)]}, ValueError, ("fragments", ">= 1", "fragment_pattern")),
         ({"fragments": 9, "fragment_pattern": "balanced"}, ValueError, ("fragments", "average_every (8)", "9")),
         ({"fragment_pattern": "striped"}, ValueError, ("fragment_pattern", "'strided'", "'striped'")),
         ({"fragment_pattern": [torch.nn.Linear(1, 1)]}, TypeError, ("fragment_pattern", "module names", "Linear")),
+        ({"fragment_pattern": [["0"], [3]]}, TypeError, ("fragment_pattern", "3")),
+        ({"fragment_pattern": None}, TypeError, ("fragment_pattern", "None")),
         ({"fragment_pattern": [["0", "1"], ["2", "3"]]}, ValueError, ("fragment_pattern", "1", "fragments", "2")),
         ({"overlap_steps": 8}, ValueError, ("overlap_steps", "average_every (8)", "8")),
         ({"mixing": 1.5}, ValueError, ("mixing", "0 to 1", "1.5")),

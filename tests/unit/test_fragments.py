@@ -171,28 +171,21 @@ MODEL = (entry("embed.weight", "head.weight"), entry("h.0.w"), entry("h.0.b"), e
 
 
 @pytest.mark.parametrize(
-    ("count", "pattern", "kind", "facts"),
+    ("count", "pattern", "facts"),
     [
-        (0, "strided", ValueError, ("fragments", "0")),
-        (-1, "balanced", ValueError, ("fragments", "-1")),
-        (1.5, "balanced", ValueError, ("fragments", "1.5")),
-        (5, "balanced", ValueError, ("fragments", "4", "5")),
-        (5, "strided", ValueError, ("fragments", "4", "5")),
-        (3, "strided", ValueError, ("fragments", "2", "3", "balanced")),
-        (2, "stride", ValueError, ("fragment_pattern", "strided", "balanced", "stride")),
-        (2, ["embed", "h"], TypeError, ("fragment_pattern", "embed")),
-        (2, [["embed"], [3]], TypeError, ("fragment_pattern", "3")),
-        (2, None, TypeError, ("fragment_pattern", "None")),
-        (2, [["embed", "h"]], ValueError, ("fragment_pattern", "2", "1")),
-        (2, [["embed"], ["h.0"]], ValueError, ("fragment_pattern", "h.1.w")),
-        (2, [["embed", "h.0"], ["h"]], ValueError, ("fragment_pattern", "h.0.w", "0", "1")),
-        (2, [["embed", "h.1"], ["head", "h.0"]], ValueError, ("embed.weight", "head.weight", "0", "1")),
-        (3, [["embed"], ["h"], ["haed"]], ValueError, ("fragment_pattern", "2", "haed")),
-        (3, [["embed"], ["h"], []], ValueError, ("fragment_pattern", "2")),
+        (5, "balanced", ("fragments", "4", "5")),
+        (5, "strided", ("fragments", "4", "5")),
+        (3, "strided", ("fragments", "2", "3", "balanced")),
+        (2, [["embed", "h"]], ("fragment_pattern", "2", "1")),
+        (2, [["embed"], ["h.0"]], ("fragment_pattern", "h.1.w")),
+        (2, [["embed", "h.0"], ["h"]], ("fragment_pattern", "h.0.w", "0", "1")),
+        (2, [["embed", "h.1"], ["head", "h.0"]], ("embed.weight", "head.weight", "0", "1")),
+        (3, [["embed"], ["h"], ["haed"]], ("fragment_pattern", "2", "haed")),
+        (3, [["embed"], ["h"], []], ("fragment_pattern", "2")),
     ],
 )
-def test_wrong_fragments_are_refused(count: Any, pattern: Any, kind: type[Exception], facts: tuple[str, ...]) -> None:
-    with pytest.raises(kind, match=naming(*facts)):
+def test_wrong_fragments_are_refused(count: Any, pattern: Any, facts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=naming(*facts)):
         fragments_of(MODEL, count, pattern)
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from asyncdist.protocols.async_diloco.timing.grace import SyncTimes, grace_period
+from asyncdist.protocols.async_diloco.timing import SyncTimes, grace_period
 
 SECONDS = st.floats(0.0, 1e3)
 
 
 def test_a_grace_period_is_a_share_of_the_time_left() -> None:
-    assert grace_period(2, 1.5, 0.5, 0.5, share=0.75) == 1.5
+    assert grace_period(2, 1.5, 0.5, 0.5) == 0.9 * 2.0
     assert grace_period(2, 0.5, 0.75, 0.5) == 0.0, "no time may be left, as the quorum took too long"
 
 
-@given(st.floats(0.0, 100.0), SECONDS, SECONDS, SECONDS, st.floats(0.0, 0.99))
-def test_the_anchor_arrives_within_the_steps(
-    steps: float, step_s: float, quorum_s: float, sync_s: float, share: float
-) -> None:
-    found = grace_period(steps, step_s, quorum_s, sync_s, share=share)
+@given(st.floats(0.0, 100.0), SECONDS, SECONDS, SECONDS)
+def test_the_anchor_arrives_within_the_steps(steps: float, step_s: float, quorum_s: float, sync_s: float) -> None:
+    found = grace_period(steps, step_s, quorum_s, sync_s)
     assert found == 0.0 or quorum_s + found + sync_s < steps * step_s * (1 + 1e-12)
 
 

@@ -49,7 +49,6 @@ GROUND_FOLDERS = {"host_memory", "launchers", "trust"}
 INTERFACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 #: Modules that only decide: without an event loop, a clock, or randomness that is not an argument.
 PURE = {
-    "exchange.pending_rounds",
     "exchange.ledger",
     "exchange.messages",
     "exchange.schedule",

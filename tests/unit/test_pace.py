@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import pytest
 from hypothesis import given, strategies as st
-from support.facts import naming
 
-from asyncdist.protocols.async_diloco.timing.pace import Stopwatch, local_steps, steps_at_speed
+from asyncdist.protocols.async_diloco.timing import Stopwatch, steps_at_speed
 
 TIMES = st.floats(1e-6, 1e6)
 SPEEDS = st.floats(1e-6, 1e6)
@@ -18,16 +13,15 @@ SPEEDS = st.floats(1e-6, 1e6)
 def test_local_steps_equal_the_notebooks() -> None:
     """Four workers of the notebook of Liu et al., with H = 20. There, the slowest makes at least 5 steps."""
     speeds = [1 / step_s for step_s in (0.58, 0.75, 1.51, 3.33)]
-    assert [local_steps(20, each, max(speeds)) for each in speeds] == [20, 15, 7, 3]
     assert [steps_at_speed(20, rank, dict(enumerate(speeds))) for rank in range(4)] == [20, 15, 7, 3]
 
 
 @given(st.integers(1, 1000), SPEEDS, SPEEDS)
 def test_a_slower_rank_makes_no_more_steps(steps: int, one: float, other: float) -> None:
     slow, fast = min(one, other), max(one, other)
-    found = local_steps(steps, slow, fast)
+    found = steps_at_speed(steps, 0, {0: slow, 1: fast})
     assert 1 <= found <= steps
-    assert local_steps(steps, fast, fast) == steps
+    assert steps_at_speed(steps, 1, {0: slow, 1: fast}) == steps
     if found > 1:  # the rank is at most one step later than the fastest rank
         assert (found - 1e-6) / slow <= steps / fast <= (found + 1 + 1e-6) / slow
 
@@ -37,7 +31,6 @@ def test_a_rank_of_unknown_speed_makes_all_steps() -> None:
     assert steps_at_speed(20, 1, {0: 3.0, 2: 1.0}) == 20
     assert steps_at_speed(20, 1, {1: 0.1}) == 20, "the fastest known rank must make all steps"
     assert steps_at_speed(20, 1, {0: 3.0, 1: 0.01}) == 1, "a rank must make at least one step"
-    assert local_steps(20, 4.0, 2.0) == 20, "a rank faster than the fastest known one must make all steps"
 
 
 def test_a_stopwatch_leaves_out_the_policys_waits() -> None:
@@ -54,16 +47,3 @@ def test_a_stopwatch_leaves_out_the_policys_waits() -> None:
     watch.on_resume(40.0)
     watch.on_step(44.0)
     assert watch.take() == 0.25
-
-
-@pytest.mark.parametrize(
-    ("options", "name", "value"),
-    [
-        ({"average_every": 0}, "average_every", 0),
-        ({"speed": 0.0}, "speed", 0.0),
-        ({"fastest": math.inf}, "fastest", "inf"),
-    ],
-)
-def test_wrong_steps_are_named(options: dict[str, Any], name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=naming(name, value)):
-        local_steps(**{"average_every": 20, "speed": 1.0, "fastest": 1.0} | options)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.protocols.exchange.pending_rounds import PendingRound, PendingRounds
-from asyncdist.protocols.exchange.schedule import Schedule
+from asyncdist.protocols.exchange.schedule import PendingRound, PendingRounds, Schedule
 
 
 def captured(pending_rounds: PendingRounds, step: int) -> list[tuple[int, int]]:

@@ -67,9 +67,9 @@ def test_the_norm_of_large_differences_does_not_overflow() -> None:
 
 def begun(held: HeldAnchor, given: HeldAnchor, state: Any, *, first: int = 0) -> tuple[Regional, HeldAnchor]:
     """Begin to serve island 1 with a merge weight of 1/4."""
-    store = MemberStore(HeldAnchor(first, (), block(0.0)))
+    store = MemberStore(LAYOUTS, HeldAnchor(first, (), block(0.0)))
     options: Any = {"island": 1, "every": 2, "weight": 0.25, "decay": None, "is_divided_anew": False}
-    regional = Regional(GlobalClient(given), store, LAYOUTS, membership=COMPANY, **options)
+    regional = Regional(GlobalClient(given), store, membership=COMPANY, **options)
     return regional, asyncio.run(regional.resumed(held, state, {4: 9, 5: 2}))
 
 
@@ -174,10 +174,10 @@ class Islanders:
 
     def __init__(self, state: Any = None, *, held: HeldAnchor | None = None, given: HeldAnchor | None = None) -> None:
         first = HeldAnchor(0, (), wide(torch.zeros(512)))
-        self.store, self.client = MemberStore(first), GlobalClient(given or first)
+        self.store, self.client = MemberStore(WIDE, first), GlobalClient(given or first)
         options: Any = {"island": 1, "every": 1, "weight": 0.25, "decay": 1.0, "is_divided_anew": False}
         alone: Any = SimpleNamespace(living={4})
-        self.regional = Regional(self.client, self.store, WIDE, membership=alone, **options)
+        self.regional = Regional(self.client, self.store, membership=alone, **options)
         self.held = asyncio.run(self.regional.resumed(held or first, state, {}))
         self.anchor = Anchor(WIDE, AsyncDiLoCoOptions(), self.held.block, self.held.version)
 

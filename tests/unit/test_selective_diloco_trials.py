@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
-from asyncdist.protocols.selective_diloco.trials import _trial_weights
+from asyncdist.protocols.selective_diloco.policy import _trial_weights
 from asyncdist.tensors.codecs import find_codec
 from asyncdist.tensors.flat_state import FlatState
 

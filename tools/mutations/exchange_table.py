@@ -61,8 +61,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "a rank keeps 1 - mixing of its own weights, not mixing",
         "protocols/diloco/fragment_state.py",
-        "                new = own.mul_(mixing).add_(new * (1.0 - mixing))\n",
-        "                new = own.mul_(1.0 - mixing).add_(new * mixing)\n",
+        "                    new = own.mul_(mixing).add_(new * (1.0 - mixing))\n",
+        "                    new = own.mul_(1.0 - mixing).add_(new * mixing)\n",
         DILOCO,
     ),
     Mutant(
@@ -70,12 +70,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "the anchor itself is mixed with one rank's weights",
         "protocols/diloco/fragment_state.py",
-        "                own = torch.empty_like(new)\n"
-        "                gather(vector, tensors, own)\n"
-        "                new = own.mul_(mixing).add_(new * (1.0 - mixing))\n",
-        "                own = torch.empty_like(new)\n"
-        "                gather(vector, tensors, own)\n"
-        "                new = new.mul_(1.0 - mixing).add_(own * mixing)\n",
+        "                    new = own.mul_(mixing).add_(new * (1.0 - mixing))\n",
+        "                    new = new.mul_(1.0 - mixing).add_(own * mixing)\n",
         DILOCO,
     ),
     Mutant(
@@ -92,8 +88,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "a late mean is added with the wrong sign",
         "protocols/diloco/fragment_state.py",
-        "            scatter(vector, own.sub_(captured), tensors)\n",
-        "            scatter(vector, own.add_(captured), tensors)\n",
+        "                    new = own.sub_(captured.sub_(as_written(vector, new, tensors)))\n",
+        "                    new = own.add_(captured.sub_(as_written(vector, new, tensors)))\n",
         LATE,
     ),
     Mutant(
@@ -112,7 +108,7 @@ EXCHANGE_MUTANTS: Final = (
         "diloco-residual-forgotten",
         "diloco",
         "with error feedback, the part of a difference that was not sent is lost",
-        "protocols/exchange/layout/encoder.py",
+        "protocols/exchange/layout/copies.py",
         "        feedback.encode(codec, values, out, start)\n",
         "        codec.encode(values, out)\n",
         FEEDBACK,
@@ -131,8 +127,8 @@ EXCHANGE_MUTANTS: Final = (
         "diloco",
         "a rank that is not finite keeps a share of its own weights",
         "protocols/diloco/fragment_state.py",
-        "            self._apply_mixed(tensors, 0.0 if is_whole else self._mixing)\n",
-        "            self._apply_mixed(tensors, self._mixing)\n",
+        "        mixing, keeps_progress = 0.0 if is_whole else self._mixing, is_late and not is_whole\n",
+        "        mixing, keeps_progress = self._mixing, is_late and not is_whole\n",
         UNSOUND,
     ),
     Mutant(
@@ -157,7 +153,7 @@ EXCHANGE_MUTANTS: Final = (
         "diloco-fragment-captured-twice",
         "exchange",
         "a fragment in flight is captured again, under the number of its last round",
-        "protocols/exchange/pending_rounds.py",
+        "protocols/exchange/schedule.py",
         "        self._captured[fragment] += 1\n",
         "        self._captured[fragment] += fragment not in self.in_flight and fragment == 0\n",
         DILOCO,
@@ -341,8 +337,8 @@ EXCHANGE_MUTANTS: Final = (
         "async diloco",
         "a new leader continues from the oldest anchor",
         "protocols/async_diloco/arrivals.py",
-        "        return max(version, key=lambda rank: (version[rank], rank == me, -rank))\n",
-        "        return min(version, key=lambda rank: (version[rank], rank != me, rank))\n",
+        "    holder = max(versions, key=lambda rank: (versions[rank], rank == me, -rank))\n",
+        "    holder = min(versions, key=lambda rank: (versions[rank], rank != me, rank))\n",
         ASYNC_DILOCO,
     ),
     Mutant(
@@ -449,7 +445,7 @@ EXCHANGE_MUTANTS: Final = (
         "async diloco",
         "a member does not keep its copy of the outer optimizer's state",
         "protocols/async_diloco/member.py",
-        "        if report.outer_nbytes:\n            self._store.outer = report.version, outer\n",
+        "        if outer is not None:\n            self._store.outer = report.version, outer\n",
         "",
         CERTAIN + "mirrored",
     ),

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.async_diloco.blocks import Layouts
 from asyncdist.protocols.async_diloco.islands.regional import Regional
 from asyncdist.protocols.async_diloco.member import AsyncMember
 from asyncdist.protocols.async_diloco.member_store import MemberStore
@@ -40,6 +39,7 @@ class Federation:
 
     Attributes:
         member: This rank as a member of its island.
+        global_member: This rank as a member of the group of all ranks.
         membership: Members of the island.
         global_store: This rank's global anchor and its island's contribution.
     """
@@ -50,35 +50,31 @@ class Federation:
         scopes: PolicyScopes,
         everyone: Membership,
         island: Island,
-        layouts: Layouts,
         store: MemberStore,
         global_store: MemberStore,
         options: ServerOptions,
         *,
         is_divided_anew: bool,
     ) -> None:
-        own, overlapped = options.own, options.own.late == "skip"
+        own = options.own
         assert own.global_every is not None and own.merge_weight is not None, "there are islands"
         self._island = island
         self.global_store = global_store
         islands = {rank: index for index in range(island.count) for rank in island.ranks_of(index)}
         global_options = replace(options, own=own.of_global_server(), islands=islands, mirror_every=island.count)
-        self._global_member = AsyncMember(
+        self.global_member = AsyncMember(
             services,
             scopes,
             everyone,
-            layouts,
             global_store,
             global_options,
-            is_overlapped=overlapped,
             name="the global server",
         )
         self.scopes = scopes.of_part(f"island {island.index}")
         self.membership = Membership(services, self.scopes, island.ranks)
         self._regional = Regional(
-            self._global_member,
+            self.global_member,
             global_store,
-            layouts,
             island=island.index,
             every=own.global_every,
             weight=own.merge_weight,
@@ -90,10 +86,8 @@ class Federation:
             services,
             self.scopes,
             self.membership,
-            layouts,
             store,
             options,
-            is_overlapped=overlapped,
             name=f"island {island.index}",
             regional=self._regional,
         )
@@ -101,30 +95,16 @@ class Federation:
 
     def _on_answer(self) -> None:
         if self.member.server is not None:
-            self.member.server.on_merge_due()
+            self.member.server.start_due_task()  # which merges the answer
 
     async def settled(self, deadline: float) -> None:
         """Wait until this rank may leave the group of all ranks. It may already leave its island."""
-        self._global_member.withdraw()
-        await self._global_member.settled(deadline)
-
-    def leave(self) -> None:
-        """Leave the group of all ranks."""
-        self._global_member.leave()
-
-    async def freeze(self) -> None:
-        """Stop changing the global anchor (the common weights of all islands) until :meth:`unfreeze`."""
-        if self._global_member.server is not None:
-            await self._global_member.server.freeze()
-
-    def unfreeze(self) -> None:
-        """Resume changing the global anchor after :meth:`freeze`."""
-        if self._global_member.server is not None:
-            self._global_member.server.unfreeze()
+        self.global_member.withdraw()
+        await self.global_member.settled(deadline)
 
     def counted(self, found: AsyncDiLoCoStatistics) -> AsyncDiLoCoStatistics:
         """Return ``found``, completed with this rank's counts as a regional server and as the global server."""
-        global_server = self._global_member.server
+        global_server = self.global_member.server
         return replace(
             found,
             merge_count=self._regional.merge_count,
@@ -135,7 +115,7 @@ class Federation:
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the newest global anchor and, on the global server, of the outer optimizer's state."""
-        global_server, division = self._global_member.server, {"division": _division_of(self._island)}
+        global_server, division = self.global_member.server, {"division": _division_of(self._island)}
         if global_server is None or not global_server.has_begun:
             return {**self.global_store.newest.state(), **division}
         held, outer = global_server.held()

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from asyncdist.protocols.async_diloco.anchor import Anchor
-from asyncdist.protocols.async_diloco.blocks import Block, Layouts
+from asyncdist.protocols.async_diloco.blocks import Block
 from asyncdist.protocols.async_diloco.islands.merging import (
     add_errors,
     encode_difference,
@@ -72,7 +72,6 @@ class Regional:
         self,
         global_client: GlobalClient,
         store: MemberStore,
-        layouts: Layouts,
         *,
         island: int,
         every: int,
@@ -83,7 +82,7 @@ class Regional:
     ) -> None:
         self._global_client = global_client
         self._store = store
-        self._layouts = layouts
+        self._layouts = store.layouts
         self._island = island
         self._every = every
         self._weight = weight

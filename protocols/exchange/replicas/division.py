@@ -6,15 +6,26 @@ replica contributes all of its parts or none. A replica with a lost rank or a no
 A mean is added to the fragments' states only when all members have received it. If a rank is lost before that, no
 member has added any part, and the round is decided again for all parts. All parts of a round therefore have the same
 donors.
+
+Under DDP, all ranks of a replica have the whole model, but each rank exchanges only its part with its counterparts. It
+then copies the new values of its part to the other ranks (:class:`ReplicaParts`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
+import torch
+from torch import Tensor
+
+from asyncdist import Group, World
+from asyncdist.protocols.exchange.layout.copies import checksum_of, gather, scatter
+from asyncdist.protocols.exchange.layout.wire_layout import Vector, WireLayout
 from asyncdist.protocols.exchange.ledger import Report, Weighing
+from asyncdist.protocols.exchange.replicas.group import ReplicaGroup
 from asyncdist.protocols.joining.replica_layout import Replicas
+from asyncdist.tensors.codecs import Codec
 from asyncdist.tensors.flat_state import Entry
 
 
@@ -69,3 +80,74 @@ def parts_of(
         parts[part].append(index)
         nbytes[part] += sizes[index]
     return tuple(tuple(sorted(part)) for part in parts)
+
+
+class ReplicaParts:
+    """Stores the layouts of all ranks' parts of each fragment.
+
+    Args:
+        size: Number of ranks of the replica.
+        index: Index of this rank in its replica.
+    """
+
+    def __init__(self, size: int, index: int) -> None:
+        self._size = size
+        self._index = index
+        self._layouts: list[list[WireLayout]] = []  # by fragment: layouts of the ranks' parts, in the ranks' order
+
+    def divide(
+        self,
+        entries: Sequence[Entry],
+        chosen: Sequence[int],
+        parameters: set[str],
+        owner_count: int,
+        codec: Codec,
+        divisible: Set[str] | None,
+    ) -> WireLayout:
+        """Divide the next fragment, and return the layout of this rank's part. See :class:`WireLayout`."""
+        parts = parts_of(entries, chosen, parameters, self._size)
+        self._layouts.append([WireLayout(entries, part, parameters, owner_count, codec, divisible) for part in parts])
+        return self._layouts[-1][self._index]
+
+    def checksum(self, fragment: int, tensors: Sequence[Tensor]) -> int:
+        """Return a checksum of a model fragment's parameters, which must be equal on all ranks of a replica."""
+        return checksum_of((vector for layout in self._layouts[fragment] for vector in layout.stepped), tensors)
+
+    async def share(
+        self, replica: ReplicaGroup, fragments: Sequence[int], tensors: Sequence[Tensor]
+    ) -> list[tuple[Vector, Tensor]]:
+        """Send this rank's part of some fragments to the replica's other ranks, and return their parts.
+
+        After a mean is applied, a rank has new values only in its own part.
+        """
+        received = []
+        for fragment in fragments:
+            for rank, layout in zip(replica.ranks, self._layouts[fragment], strict=True):
+                received += await broadcast(replica.world, replica.group, rank, layout, tensors)
+        return received
+
+
+async def broadcast(
+    world: World, group: Group, root: int, layout: WireLayout, tensors: Sequence[Tensor]
+) -> list[tuple[Vector, Tensor]]:
+    """Send the values of ``layout`` from rank ``root`` to the other ranks of ``group``.
+
+    Returns:
+        The vectors, each with the received flat values. Empty on ``root``.
+    """
+    received = []
+    for vector in layout.vectors:
+        flat = vector.new_flat()
+        if root == world.rank:
+            gather(vector, tensors, flat)
+        await world.collectives.broadcast(flat, group, root)
+        if root != world.rank:
+            received.append((vector, flat))
+    return received
+
+
+@torch.no_grad()
+def write_parts(received: Sequence[tuple[Vector, Tensor]], tensors: Sequence[Tensor]) -> None:
+    """Write the values that :func:`broadcast` has returned into the model's tensors."""
+    for vector, flat in received:
+        scatter(vector, flat, tensors)

@@ -11,23 +11,22 @@ first rank has copies of all shards in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncdist import Group, World
+from asyncdist import Group
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.groups import free_all
-from asyncdist.protocols.exchange.layout.copies import gather, scatter
 from asyncdist.protocols.exchange.layout.wire_layout import WireLayout
-from asyncdist.protocols.exchange.replicas.group import ReplicaGroup, joined_replica, rejoined_replica
-from asyncdist.protocols.joining.replica_layout import Replicas
+from asyncdist.protocols.exchange.replicas.division import broadcast, write_parts
+from asyncdist.protocols.exchange.replicas.group import ReplicaGroup
 from asyncdist.protocols.joining.state_transfer import broadcast_bytes
 from asyncdist.tensors.byte_views import new_memory
 from asyncdist.tensors.codecs import find_codec
-from asyncdist.tensors.flat_state import Entry, FlatState
+from asyncdist.tensors.flat_state import Entry
 
 
 class FollowerLinks:
@@ -49,7 +48,6 @@ class FollowerLinks:
 
     def __init__(
         self,
-        world: World,
         replica: ReplicaGroup,
         links: Sequence[tuple[Group, WireLayout]],
         entries: Sequence[Entry],
@@ -58,12 +56,12 @@ class FollowerLinks:
         *,
         is_sharded: bool,
     ) -> None:
-        self._world = world
+        self._world = replica.world
         self._is_sharded = is_sharded
         self._links = links
         self._follower_shards = list(follower_shards)
         self.replica, self.entries, self.parameters = replica, entries, parameters
-        self.leads = world.rank == replica.ranks[0]
+        self.leads = replica.world.rank == replica.ranks[0]
 
     def tensors(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of all entries: this rank's tensors ``own``, and the copies of the followers' shards."""
@@ -82,14 +80,7 @@ class FollowerLinks:
 
     async def _send(self, group: Group, layout: WireLayout, root: int, own: Sequence[Tensor]) -> None:
         tensors = self.tensors(own)
-        for vector in layout.vectors:
-            flat = vector.new_flat()
-            if root == self._world.rank:
-                gather(vector, tensors, flat)
-            await self._world.collectives.broadcast(flat, group, root)
-            if root != self._world.rank:
-                with torch.no_grad():
-                    scatter(vector, flat, tensors)
+        write_parts(await broadcast(self._world, group, root, layout, tensors), tensors)
 
     async def collect_bytes(self, own: Tensor) -> list[Tensor]:
         """Copy the followers' uint8 tensors ``own`` to the first rank of a sharded replica, which returns them."""
@@ -110,79 +101,41 @@ class FollowerLinks:
         await self.replica.free()
 
 
-async def joined_follower_links(
-    world: World,
-    start: Start[Any],
-    replicas: Replicas,
-    flat: FlatState,
-    ranks: Sequence[int],
-    first_weights: Mapping[str, str],
-    parameters: set[str],
-    timeout_s: float,
-    *,
-    is_sharded: bool,
-) -> FollowerLinks:
-    """Return the links of this rank's replica. Collective among all ranks of the policy.
-
-    Args:
-        start: Start of the policy, as part of which the replica's groups are created.
-        flat: State of this rank's model, or of its shards.
-        ranks: All ranks of the policy's group.
-        first_weights: Values that must be equal on all ranks with the same part of the model.
-        is_sharded: Whether each rank of the replica has a different part of the model.
-    """
-    replica = await joined_replica(world, start, replicas, flat, ranks, first_weights, timeout_s)
-    return await _linked(world, start, replica, flat, parameters, timeout_s, is_sharded=is_sharded)
-
-
-async def rejoined_follower_links(
-    world: World,
-    replicas: Replicas,
-    flat: FlatState,
-    ranks: Sequence[int],
-    parameters: set[str],
-    timeout_s: float,
-    *,
-    is_sharded: bool,
-) -> FollowerLinks:
-    """Return the links of this restarted rank's replica. Collective among its ranks, which were restarted as well.
-
-    The arguments are those of :func:`joined_follower_links`.
-    """
-    replica = await rejoined_replica(world, replicas, flat, ranks, timeout_s)
-    return await _linked(world, None, replica, flat, parameters, timeout_s, is_sharded=is_sharded)
-
-
-async def _linked(
-    world: World,
+async def new_follower_links(
     start: Start[Any] | None,
     replica: ReplicaGroup,
-    flat: FlatState,
+    entries: Sequence[Entry],
     parameters: set[str],
     timeout_s: float,
     *,
     is_sharded: bool,
 ) -> FollowerLinks:
-    """Return the links of ``replica``, or free it if they cannot be made."""
+    """Return the links of ``replica``, or free it if they cannot be made. Collective among its ranks.
+
+    Args:
+        start: Start of the policy, as part of which groups are created. None if the replica was restarted.
+        entries: Entries of this rank's model, or of its shards.
+        parameters: Names of this rank's parameters.
+        is_sharded: Whether each rank of the replica has a different part of the model.
+    """
     try:
         if is_sharded:
-            return await _sharded_follower_links(world, start, replica, flat.entries, parameters, timeout_s)
-        links = [(replica.group, _layout(flat.entries, range(len(flat.entries)), parameters))]
-        return FollowerLinks(world, replica, links, flat.entries, parameters, is_sharded=False)
+            return await _sharded_follower_links(start, replica, entries, parameters, timeout_s)
+        links = [(replica.group, _layout(entries, range(len(entries)), parameters))]
+        return FollowerLinks(replica, links, entries, parameters, is_sharded=False)
     except BaseException:
         await replica.free()
         raise
 
 
 async def _sharded_follower_links(
-    world: World,
     start: Start[Any] | None,
     replica: ReplicaGroup,
     entries: Sequence[Entry],
     parameters: set[str],
     timeout_s: float,
 ) -> FollowerLinks:
-    first, *followers = replica.ranks
+    world, (first, *followers) = replica.world, replica.ranks
     is_first = world.rank == first
     pairs = [(first, rank) for rank in followers if is_first or rank == world.rank]
     groups = await world.peers.groups.new_groups(pairs, timeout_s, part_of=start)
@@ -193,7 +146,7 @@ async def _sharded_follower_links(
         raise
     if not is_first:
         links = [(groups[0], _layout(entries, range(len(entries)), parameters))]
-        return FollowerLinks(world, replica, links, entries, parameters, is_sharded=True)
+        return FollowerLinks(replica, links, entries, parameters, is_sharded=True)
     whole, named, bounds = list(entries), set(parameters), []
     for rank, lines in zip(followers, described[1:], strict=True):
         bounds.append(range(len(whole), len(whole) + len(lines)))
@@ -203,7 +156,7 @@ async def _sharded_follower_links(
             named.update(own if is_parameter else ())
     follower_shards = [_new_shard(each) for each in whole[len(entries) :]]
     links = [(group, _layout(whole, chosen, named)) for group, chosen in zip(groups, bounds, strict=True)]
-    return FollowerLinks(world, replica, links, whole, named, follower_shards, is_sharded=True)
+    return FollowerLinks(replica, links, whole, named, follower_shards, is_sharded=True)
 
 
 def _layout(entries: Sequence[Entry], chosen: Sequence[int], parameters: set[str]) -> WireLayout:

@@ -1,7 +1,6 @@
 """Synchronises the ranks of one replica, so that they apply the same means in the same steps.
 
-All ranks of a replica call :meth:`ReplicaGroup.agree` before they apply a mean. Under DDP, each rank then has new
-values only for its own part of the model, and :meth:`ReplicaGroup.share` copies them to the other ranks.
+All ranks of a replica call :meth:`ReplicaGroup.agree` before they apply a mean.
 """
 
 from __future__ import annotations
@@ -10,16 +9,12 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
-
-from torch import Tensor
 
 from asyncdist import AsyncdistError, ClosedError, DisagreementError, Group, World, reduce_and_broadcast, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import free_all
-from asyncdist.protocols.exchange.layout.copies import gather
-from asyncdist.protocols.exchange.layout.wire_layout import Vector, WireLayout
 from asyncdist.protocols.joining.replica_layout import Replicas
 from asyncdist.protocols.metrics import mean_of
 from asyncdist.protocols.starting.differences import LEFT_OUT, explained
@@ -60,28 +55,40 @@ class ReplicaGroup:
 
     :meth:`agree`, :meth:`smallest`, :meth:`gathered` and :meth:`mean` raise ClosedError if one of these ranks has left.
 
-    Args:
-        group: Group of the replica's ranks, which :meth:`free` frees.
+    Attributes:
+        group: Group of the replica's ranks, in the order of their indices. :meth:`free` frees it.
     """
 
     def __init__(self, world: World, group: Group) -> None:
-        self._world = world
-        self._group = group
+        self.world = world
+        self.group = group
         self._may_be_unequal = False  # whether a step was interrupted, so that the ranks' weights may differ
-
-    @property
-    def group(self) -> Group:
-        """Group of the replica's ranks, in the order of their indices."""
-        return self._group
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of the replica."""
-        return self._group.ranks
+        return self.group.ranks
 
     async def check_sharding(self, mesh_ranks: tuple[int, ...], all_ranks: Sequence[int]) -> None:
-        """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order."""
-        await check_sharding(self._world, self._group, mesh_ranks, all_ranks)
+        """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order.
+
+        Args:
+            mesh_ranks: Ranks over which this rank's parameters are sharded.
+            all_ranks: Ranks of all replicas.
+        """
+        if list(all_ranks) != sorted(all_ranks):
+            validation.refuse("group", list(all_ranks), "ranks in ascending order if replicas are sharded")
+        ranks = self.ranks
+
+        def compare(meshes: list[tuple[int, ...]]) -> None:
+            for rank, mesh in zip(ranks, meshes, strict=True):
+                if mesh and (mesh != meshes[0] or len(mesh) != len(ranks)):
+                    raise ValueError(
+                        f"the parameters of rank {rank} must be sharded over the {len(ranks)} ranks of its replica, "
+                        f"{list(ranks)}, got the ranks {list(mesh)}"
+                    )
+
+        await reduce_and_broadcast(lambda: mesh_ranks, compare, group=self.group, world=self.world)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -130,57 +137,60 @@ class ReplicaGroup:
         (found,) = await self._combined(lambda: (fn(),), lambda rows: (mean_of([each for (each,) in rows]),))
         return float(found)
 
-    async def share(
-        self, fragments: Sequence[Sequence[WireLayout]], tensors: Sequence[Tensor]
-    ) -> list[tuple[Vector, Tensor]]:
-        """Send this rank's part of some fragments to the other ranks of its replica, and receive their parts.
+    async def leave(self, step_count: int) -> None:
+        """Wait until all ranks of the replica leave, and log a warning if that takes long.
+
+        If a rank has ended its training loop early, the other ranks wait in DDP's all-reduce and cannot be notified.
+        Do not wait if a step of this rank was interrupted.
 
         Args:
-            fragments: For each fragment, the layouts of all ranks' parts, in the order of the ranks.
-
-        Returns:
-            Vectors of the other ranks' parts, each with its flat values.
+            step_count: Number of steps that this rank has made.
         """
-        me, received = self._world.rank, []
-        for layouts in fragments:
-            for rank, layout in zip(self._group.ranks, layouts, strict=True):
-                for vector in layout.vectors:
-                    flat = vector.new_flat()
-                    if rank == me:
-                        gather(vector, tensors, flat)
-                    await self._world.collectives.broadcast(flat, self._group, rank)
-                    if rank != me:
-                        received.append((vector, flat))
-        return received
+        world = self.world
+        world.services.shared(ReplicaMates).ranks = frozenset()
+        if self._may_be_unequal:
+            return
 
-    async def leave(self, step_count: int) -> None:
-        """Wait until all ranks of the replica leave. Do not wait if a step of this rank was interrupted."""
-        self._world.services.shared(ReplicaMates).ranks = frozenset()
-        if not self._may_be_unequal:
-            await wait_until_all_leave(self._world, self._group, step_count, self._combined(tuple, self._joint))
+        def warn() -> None:
+            logger.warning(
+                "rank %d has left its policy after %d steps, and waits for %s of its replica; if they wait for its "
+                "gradients, in DDP for example, they wait forever: all ranks of a replica must make the same number of "
+                "steps",
+                world.rank,
+                step_count,
+                ranks_in_words([rank for rank in self.ranks if rank != world.rank]),
+            )
+
+        timer = asyncio.get_running_loop().call_later(_LEAVING_WARNING_S, warn)
+        try:
+            await self._combined(tuple, self._joint)
+        except AsyncdistError:  # another rank is lost, or has left with an error that it reports
+            return
+        finally:
+            timer.cancel()
 
     async def free(self) -> None:
         """Free the group of the replica's ranks."""
-        await free_all([self._group])
+        await free_all([self.group])
 
     async def _combined(
         self, report: Callable[[], tuple[Any, ...]], combine: Callable[[list[tuple[Any, ...]]], tuple[Any, ...]]
     ) -> tuple[Any, ...]:
         def decide(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-            left = [rank for rank, each in zip(self._group.ranks, rows, strict=True) if not each]
+            left = [rank for rank, each in zip(self.group.ranks, rows, strict=True) if not each]
             if not left:
                 return combine(rows)
             if len(left) < len(rows):
                 raise ClosedError(
                     f"all ranks of a replica must make the same number of steps, but {ranks_in_words(left)} of the "
-                    f"replica {list(self._group.ranks)} left the policy while another rank of it waits for an average"
+                    f"replica {list(self.group.ranks)} left the policy while another rank of it waits for an average"
                 )
             return ()
 
-        return await reduce_and_broadcast(report, decide, group=self._group, world=self._world)
+        return await reduce_and_broadcast(report, decide, group=self.group, world=self.world)
 
     def _joint(self, rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        return _joint([Readiness(*each) for each in rows], self._group.ranks)
+        return _joint([Readiness(*each) for each in rows], self.group.ranks)
 
 
 def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
@@ -201,54 +211,60 @@ def _joint(each: Sequence[Readiness], ranks: Sequence[int]) -> tuple[Any, ...]:
     return has_mean, nonfinite, whole, of_donors, has_cosine, None, any(own.admits for own in each)
 
 
+async def new_replica(
+    world: World,
+    start: Start[Any] | None,
+    replicas: Replicas,
+    flat: FlatState,
+    timeout_s: float,
+    *,
+    is_sharded: bool = False,
+) -> ReplicaGroup:
+    """Create the group of this rank's replica. Collective among its ranks.
+
+    Args:
+        start: Start of the policy, as part of which the group is created. None if the replica was restarted.
+        flat: State of this rank's model, or of its shards.
+        is_sharded: Whether each rank has a part of the model, even if ``flat`` does not know of other ranks.
+    """
+    replica_ranks, groups = replicas.replica_ranks(world.rank), world.peers.groups
+    if start is None:
+        group = await groups.replica_group(replica_ranks, timeout_s, subject="restarted replica")
+    else:
+        group = await groups.new_group(replica_ranks, timeout_s, part_of=start)
+    replica = ReplicaGroup(world, group)
+    try:
+        if is_sharded or flat.mesh_ranks:
+            await replica.check_sharding(flat.mesh_ranks, replicas.ranks)
+    except BaseException:
+        await replica.free()
+        raise
+    return replica
+
+
 async def joined_replica(
     world: World,
     start: Start[Any],
     replicas: Replicas,
     flat: FlatState,
-    ranks: Sequence[int],
     first_weights: Mapping[str, str],
     timeout_s: float,
 ) -> ReplicaGroup:
     """Create the group of this rank's replica, and compare its model with the other replicas' models.
 
     Args:
-        start: Start of the policy, as part of which the group is created.
-        ranks: All ranks of the policy's group.
         first_weights: Values that must be equal on all ranks with the same part of the model.
     """
-    replica_ranks, counterparts = replicas.replica_ranks(world.rank), replicas.counterparts(world.rank)
-    replica = ReplicaGroup(world, await world.peers.groups.new_group(replica_ranks, timeout_s, part_of=start))
+    replica = await new_replica(world, start, replicas, flat, timeout_s)
     try:
-        if flat.mesh_ranks:
-            await replica.check_sharding(flat.mesh_ranks, ranks)
         values = {**first_weights, "model": flat.fingerprint.digest[:16]}
         if flat.trained_only:
             values[LEFT_OUT] = flat.left_out_digest()[:16]
-        await _agree_among_counterparts(world, counterparts, values, flat.fingerprint, timeout_s)
+        await _agree_among_counterparts(world, replicas.counterparts(world.rank), values, flat.fingerprint, timeout_s)
     except BaseException:
         await replica.free()
         raise
-    world.services.shared(ReplicaMates).ranks = frozenset(replica_ranks) - {world.rank}
-    return replica
-
-
-async def rejoined_replica(
-    world: World, replicas: Replicas, flat: FlatState, ranks: Sequence[int], timeout_s: float
-) -> ReplicaGroup:
-    """Create the group of this restarted rank's replica. Collective among its ranks, which were restarted as well.
-
-    Args:
-        ranks: All ranks of the policy's group.
-    """
-    replica_ranks, groups = replicas.replica_ranks(world.rank), world.peers.groups
-    replica = ReplicaGroup(world, await groups.replica_group(replica_ranks, timeout_s, subject="restarted replica"))
-    try:
-        if flat.mesh_ranks:
-            await replica.check_sharding(flat.mesh_ranks, ranks)
-    except BaseException:
-        await replica.free()
-        raise
+    world.services.shared(ReplicaMates).ranks = frozenset(replica.ranks) - {world.rank}
     return replica
 
 
@@ -277,55 +293,3 @@ async def _agree_among_counterparts(
     if len(counterparts) > 1:
         subject = "the parts of a model that is exchanged"
         await start_together(world.services, world.agreements, counterparts, subject, compare, forget, name=subject)
-
-
-async def check_sharding(world: World, replica: Group, mesh_ranks: tuple[int, ...], all_ranks: Sequence[int]) -> None:
-    """Raise ValueError if parameters are not sharded over exactly the replica's ranks, in ascending order.
-
-    Args:
-        mesh_ranks: Ranks over which this rank's parameters are sharded. Empty if they are not sharded.
-        all_ranks: Ranks of all replicas.
-    """
-    if list(all_ranks) != sorted(all_ranks):
-        validation.refuse("group", list(all_ranks), "ranks in ascending order if replicas are sharded")
-
-    def compare(meshes: list[tuple[int, ...]]) -> None:
-        for rank, mesh in zip(replica.ranks, meshes, strict=True):
-            if mesh and (mesh != meshes[0] or len(mesh) != replica.size):
-                raise ValueError(
-                    f"the parameters of rank {rank} must be sharded over the {replica.size} ranks of its replica, "
-                    f"{list(replica.ranks)}, got the ranks {list(mesh)}"
-                )
-
-    await reduce_and_broadcast(lambda: mesh_ranks, compare, group=replica, world=world)
-
-
-async def wait_until_all_leave(
-    world: World, replica: Group, step_count: int, meeting: Coroutine[Any, Any, object]
-) -> None:
-    """Wait until all ranks of a replica leave a policy, and log a warning if that takes long.
-
-    If a rank has ended its training loop early, the other ranks wait in DDP's all-reduce and cannot be notified.
-
-    Args:
-        step_count: Number of steps that this rank has made.
-        meeting: Collective operation of all ranks of the replica.
-    """
-
-    def warn() -> None:
-        logger.warning(
-            "rank %d has left its policy after %d steps, and waits for %s of its replica; if they wait for its "
-            "gradients, in DDP for example, they wait forever: all ranks of a replica must make the same number of "
-            "steps",
-            world.rank,
-            step_count,
-            ranks_in_words([rank for rank in replica.ranks if rank != world.rank]),
-        )
-
-    timer = asyncio.get_running_loop().call_later(_LEAVING_WARNING_S, warn)
-    try:
-        await meeting
-    except AsyncdistError:  # another rank is lost, or has left with an error that it reports
-        return
-    finally:
-        timer.cancel()

@@ -1,23 +1,39 @@
-"""Computes the length of a grace period that the user sets in training steps, without reading a clock.
+"""Computes numbers of steps and grace periods from the ranks' measured speeds, without reading a clock.
+
+If all ranks make the same number of steps, the slow ranks' differences are stale. With dynamic local updates (Liu et
+al., 2401.09135) the number of steps is proportional to a rank's speed, so that all ranks take about the same time.
 
 After the quorum, the leader can wait for further contributions without loss of time, because the ranks train meanwhile.
 Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains of tau training steps:
 
     grace = max(0, g (tau step_s - quorum_s - sync_s))
-
-:func:`grace_period` explains the symbols.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 #: Share g of the remaining time. The paper requires g < 1. The remaining 0.1 allows for steps of varying duration.
-SHARE: Final = 0.9
+_SHARE: Final = 0.9
 
 
-def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float, *, share: float = SHARE) -> float:
+def steps_at_speed(average_every: int, rank: int, speeds: Mapping[int, float]) -> int:
+    """Return the number of steps that a rank makes before it contributes, at least 1.
+
+    This is ``average_every`` times the rank's speed over the largest speed, rounded down, or ``average_every`` if the
+    rank's speed is not known.
+
+    Args:
+        speeds: Known speeds in steps per second, above 0, by rank.
+    """
+    if rank not in speeds:
+        return average_every
+    return max(1, math.floor(average_every * (speeds[rank] / max(speeds.values()))))
+
+
+def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float) -> float:
     """Return the length of a grace period in seconds.
 
     Args:
@@ -25,9 +41,32 @@ def grace_period(steps: float, step_s: float, quorum_s: float, sync_s: float, *,
         step_s: Duration of a training step of the fastest rank.
         quorum_s: Seconds between the first contribution and the quorum.
         sync_s: Seconds from the outer step until the workers have the new anchor.
-        share: Share of the remaining time, below 1.
     """
-    return max(0.0, share * (steps * step_s - quorum_s - sync_s))
+    return max(0.0, _SHARE * (steps * step_s - quorum_s - sync_s))
+
+
+class Stopwatch:
+    """Measures a rank's training speed between the policy's steps, without the policy's waits."""
+
+    def __init__(self) -> None:
+        self._resumed_at: float | None = None  # None before the end of the first step
+        self._count = 0
+        self._seconds = 0.0
+
+    def on_step(self, now: float) -> None:
+        """Count a training step that has just ended."""
+        if self._resumed_at is not None:
+            self._count, self._seconds = self._count + 1, self._seconds + now - self._resumed_at
+
+    def on_resume(self, now: float) -> None:
+        """Record that ``policy.step`` returns to the training loop."""
+        self._resumed_at = now
+
+    def take(self) -> float:
+        """Return the steps per second since the last call, or 0 if unknown, and start a new measurement."""
+        speed = self._count / self._seconds if self._seconds > 0.0 else 0.0
+        self._count, self._seconds = 0, 0.0
+        return speed
 
 
 class SyncTimes:

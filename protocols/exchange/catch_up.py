@@ -7,44 +7,30 @@ one block of bytes, and offers it until the member has it. If the holder is lost
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Protocol
 
-from asyncdist import RankLostError, RemoteProtocolError
+from asyncdist import RemoteProtocolError
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import StreamAborted
-from asyncdist.protocols.exchange.catching_up.offers import Offers
-from asyncdist.protocols.exchange.messages import ExchangeMessage, StateOffer, StateRequest, StateTaken
-from asyncdist.protocols.exchange.rounds import Exchanged
+from asyncdist.protocols.exchange.fetch import Offers
+from asyncdist.protocols.exchange.fragment import Fragment
+from asyncdist.protocols.exchange.messages import StateOffer, StateRequest, StateTaken
+from asyncdist.protocols.exchange.round_leader import Owner
 from asyncdist.protocols.joining.state_transfer import packed, state_nbytes_max, unpacked
 from asyncdist.tensors.byte_views import new_memory
-
-logger = logging.getLogger("protocols.exchange.catching_up")
-
-
-class CatchUpOwner(Protocol):
-    """Interface to the exchange that owns a :class:`CatchUp`."""
-
-    def post(self, message: ExchangeMessage, dest: int, number: int) -> None:
-        """Send a message with a round number to ``dest``."""
-
-    def note_caught_up(self, fragment: int) -> None:
-        """Resume a model fragment's rounds after a request for its state has ended, with or without success."""
 
 
 class CatchUp:
     """Requests the newest states of model fragments from other members, and sends them to members that missed rounds.
 
-    Args:
+    Attributes:
         offers: Offers for blocks of bytes, on a separate channel.
     """
 
-    def __init__(self, owner: CatchUpOwner, services: Services, offers: Offers, fragments: Sequence[Exchanged]) -> None:
+    def __init__(self, owner: Owner, services: Services, offers: Offers, fragments: Sequence[Fragment]) -> None:
         self._owner = owner
         self._services = services
         self._fragments = fragments
-        self._offers = offers
+        self.offers = offers
         self._asked: dict[int, int] = {}  # by fragment: rank whose state was requested and has not arrived
 
     def ask(self, number: int, holder: int) -> None:
@@ -52,7 +38,7 @@ class CatchUp:
         fragment = (number - 1) % len(self._fragments)
         if fragment not in self._asked:
             self._asked[fragment] = holder
-            self._owner.post(StateRequest(), holder, number)
+            self._owner.send(StateRequest(), [holder], number)
 
     def on_message(self, source: int, number: int, message: StateRequest | StateOffer | StateTaken) -> None:
         """Handle another member's request for a state, offer of a state, or confirmation."""
@@ -62,25 +48,17 @@ class CatchUp:
                 own = self._fragments[fragment]
                 newest = (own.version - 1) * len(self._fragments) + fragment + 1
                 block = packed(own.shared_state())
-                self._offers.offer(newest, block, source)
-                self._owner.post(StateOffer(block.numel()), source, newest)
+                self.offers.offer(newest, block, source)
+                self._owner.send(StateOffer(block.numel()), [source], newest)
             case StateOffer(nbytes):
-                self._offers.spawn(self._take(fragment, source, number, nbytes), f"state after round {number}")
+                self.offers.spawn(self._take(fragment, source, number, nbytes), f"state after round {number}")
             case StateTaken():
-                self._offers.note_taken(source, number)
+                self.offers.note_taken(source, number)
 
     def on_lost(self, living: set[int]) -> None:
         """Free the states that only lost members need, and forget requests to lost members."""
-        self._offers.note_lost(living)
+        self.offers.note_lost(living)
         self._asked = {fragment: holder for fragment, holder in self._asked.items() if holder in living}
-
-    def admit(self, rank: int) -> None:
-        """Allow messages to and from the new process of a restarted rank."""
-        self._offers.admit(rank)
-
-    def close(self) -> None:
-        """Stop all transfers of states."""
-        self._offers.close()
 
     async def _take(self, fragment: int, source: int, number: int, nbytes: int) -> None:
         own = self._fragments[fragment]
@@ -92,13 +70,11 @@ class CatchUp:
             )
         block = new_memory(nbytes)
         try:
-            await self._offers.fetch(source, number, block)
-            if own.version * len(self._fragments) < number:
+            has_arrived = await self.offers.fetch(source, number, block, f"the state after round {number}")
+            if has_arrived and own.version * len(self._fragments) < number:
                 own.load_shared_state(unpacked(block))
-        except (RankLostError, StreamAborted) as error:  # the next ask() requests the state again
-            logger.info("the state after round %d did not arrive from rank %d: %s", number, source, error)
-        finally:
+        finally:  # if the state has not arrived, the next ask() requests it again
             self._asked.pop(fragment, None)
-            self._owner.post(StateTaken(), source, number)
+            self._owner.send(StateTaken(), [source], number)
         self._owner.note_caught_up(fragment)
         self._services.engine.recheck()

@@ -1,1 +1,0 @@
-"""Computes numbers of steps and grace periods from the ranks' measured speeds."""

@@ -1,1 +1,0 @@
-"""Sends a fragment's newest state to a member that missed the means of earlier rounds."""
