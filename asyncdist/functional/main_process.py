@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Final, TypeVar, overload
 
 import numpy as np
 import torch
@@ -46,14 +46,6 @@ U = TypeVar("U")
 _SCALARS: Final = (bool, int, float, complex)
 
 
-class _Where(TypedDict, total=False):
-    """Keyword arguments that the functions of this module share, for their overloads."""
-
-    root: int | None
-    group: Group | None
-    world: World | None
-
-
 def is_distributed() -> bool:
     """Return whether this task runs in a world of several ranks. Outside ``run`` and ``open_world``, return False."""
     world = calling_world()
@@ -71,11 +63,15 @@ def is_main_process(*, group: Group | None = None) -> bool:
 
 
 @overload
-async def compute_and_broadcast(fn: Callable[[], Awaitable[T]], **where: Unpack[_Where]) -> T: ...
+async def compute_and_broadcast(
+    fn: Callable[[], Awaitable[T]], *, root: int | None = None, group: Group | None = None, world: World | None = None
+) -> T: ...
 
 
 @overload
-async def compute_and_broadcast(fn: Callable[[], T], **where: Unpack[_Where]) -> T: ...
+async def compute_and_broadcast(
+    fn: Callable[[], T], *, root: int | None = None, group: Group | None = None, world: World | None = None
+) -> T: ...
 
 
 async def compute_and_broadcast(
@@ -113,13 +109,23 @@ async def compute_and_broadcast(
 
 @overload
 async def gather_from_all_ranks(
-    fn: Callable[[], Awaitable[T]], world_size: int | None = None, **where: Unpack[_Where]
+    fn: Callable[[], Awaitable[T]],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> list[T] | None: ...
 
 
 @overload
 async def gather_from_all_ranks(
-    fn: Callable[[], T], world_size: int | None = None, **where: Unpack[_Where]
+    fn: Callable[[], T],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> list[T] | None: ...
 
 
@@ -153,13 +159,23 @@ async def gather_from_all_ranks(
 
 @overload
 async def gather_scalar_from_all_ranks(
-    fn: Callable[[], Awaitable[T]], world_size: int | None = None, **where: Unpack[_Where]
+    fn: Callable[[], Awaitable[T]],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> list[T] | None: ...
 
 
 @overload
 async def gather_scalar_from_all_ranks(
-    fn: Callable[[], T], world_size: int | None = None, **where: Unpack[_Where]
+    fn: Callable[[], T],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> list[T] | None: ...
 
 
@@ -189,32 +205,59 @@ async def reduce_and_broadcast(
     fn1: Callable[[], Awaitable[T]],
     fn2: Callable[[list[T]], Awaitable[U]],
     world_size: int | None = None,
-    **where: Unpack[_Where],
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> U: ...
 
 
 @overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], Awaitable[T]], fn2: Callable[[list[T]], U], world_size: int | None = None, **where: Unpack[_Where]
+    fn1: Callable[[], Awaitable[T]],
+    fn2: Callable[[list[T]], U],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> U: ...
 
 
 @overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], T], fn2: Callable[[list[T]], Awaitable[U]], world_size: int | None = None, **where: Unpack[_Where]
+    fn1: Callable[[], T],
+    fn2: Callable[[list[T]], Awaitable[U]],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> U: ...
 
 
 @overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], T], fn2: Callable[[list[T]], U], world_size: int | None = None, **where: Unpack[_Where]
+    fn1: Callable[[], T],
+    fn2: Callable[[list[T]], U],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> U: ...
 
 
 # Without this overload, mypy rejects generic functions such as ``sum`` for a list of T.
 @overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], Any], fn2: Callable[[Iterable[Any]], U], world_size: int | None = None, **where: Unpack[_Where]
+    fn1: Callable[[], Any],
+    fn2: Callable[[Iterable[Any]], U],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
 ) -> U: ...
 
 

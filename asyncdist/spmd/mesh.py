@@ -10,13 +10,12 @@ Inside ``with mesh:``, a task and the tasks that it starts there can refer to th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Final, TypeVar
-
-import numpy as np
 
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
@@ -226,9 +225,11 @@ async def new_mesh(
 
     async def make(start: Start[Mesh]) -> Mesh:
         await start.agree({"axes": _describe(sizes)}, timeout_s=timeout_s)
-        grid = np.array(group.ranks).reshape(tuple(sizes.values()))
-        here = np.argwhere(grid == world.rank)[0].tolist()
-        lines = [grid[(*here[:place], slice(None), *here[place + 1 :])].tolist() for place in range(len(sizes))]
+        strides = _strides(tuple(sizes.values()))
+        lines = []
+        for size, stride in zip(sizes.values(), strides, strict=True):
+            first = group.index - group.index // stride % size * stride
+            lines.append([group.ranks[first + place * stride] for place in range(size)])
         groups = await world.peers.groups.new_groups(lines, start.left_s(timeout_s), part_of=start)
         made = {name: Axis(name, world, line) for name, line in zip(sizes, groups, strict=True)}
         for axis in made.values():
@@ -269,3 +270,8 @@ def _checked(axes: Mapping[str, int], group: Group) -> dict[str, int]:
 
 def _describe(axes: Mapping[str, int]) -> str:
     return ", ".join(f"{name!r}: {size}" for name, size in axes.items())
+
+
+def _strides(sizes: tuple[int, ...]) -> list[int]:
+    """Return the stride of each axis: the difference between the group indices of neighbours along the axis."""
+    return list(itertools.accumulate(reversed(sizes[1:]), lambda one, two: one * two, initial=1))[::-1]

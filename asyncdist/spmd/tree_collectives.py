@@ -156,26 +156,12 @@ def pmean(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) ->
 
 def pmin(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
     """Take each leaf's elementwise minimum over an axis. Awaitable; like :func:`psum`, but leaves cannot be complex."""
-    return _reduce(
-        "pmin",
-        tree,
-        axis_name,
-        mesh,
-        functools.partial(_extreme, precedes=torch.lt, instead_of_nan=torch.inf),
-        _ORDERED,
-    )
+    return _reduce("pmin", tree, axis_name, mesh, _min, _ORDERED)
 
 
 def pmax(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
     """Take each leaf's elementwise maximum over an axis. Awaitable; like :func:`psum`, but leaves cannot be complex."""
-    return _reduce(
-        "pmax",
-        tree,
-        axis_name,
-        mesh,
-        functools.partial(_extreme, precedes=torch.gt, instead_of_nan=-torch.inf),
-        _ORDERED,
-    )
+    return _reduce("pmax", tree, axis_name, mesh, _max, _ORDERED)
 
 
 def all_gather(
@@ -291,17 +277,22 @@ async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
             raise
     else:
         return
-    path, sentence = pytrees.first_difference(await _all_lines(axis, outline), ranks)
+    path, sentence = pytrees.first_difference(*await _two_different_trees(axis, outline))
     raise DisagreementError(
         f"the trees for {what} along {axis.name!r} must be equal on all ranks, but {sentence}", difference=path
     )
 
 
-async def _all_lines(axis: Axis, outline: pytrees.Outline) -> list[pytrees.Lines]:
-    """Return the outlines of all ranks' trees, in the axis's order. Each rank sends its own in turn."""
+async def _two_different_trees(axis: Axis, outline: pytrees.Outline) -> tuple[list[pytrees.Lines], list[int]]:
+    """Return the lines of the first rank's tree and of the first tree that differs from it, and their ranks."""
+    collectives, group = axis.world.collectives, axis.group
+    digest = torch.frombuffer(bytearray.fromhex(outline.digest), dtype=torch.uint8)
+    first, *others = await collectives.all_gather(digest, group)
+    index = next(index for index, other in enumerate(others, 1) if not torch.equal(first, other))
+    ranks = [group.ranks[0], group.ranks[index]]
     own = LocalResult(payload=pytrees.lines_to_text(outline.lines).encode())
-    shared = [await share(axis.world.collectives, axis.group, own, rank) for rank in axis.group.ranks]
-    return [pytrees.lines_from_text(text.decode()) for _, text in shared]
+    shared = [await share(collectives, group, own, rank) for rank in ranks]
+    return [pytrees.lines_from_text(text.decode()) for _, text in shared], ranks
 
 
 async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: bool) -> list[Tensor]:
@@ -348,6 +339,14 @@ def _mean(parts: Sequence[Tensor]) -> Tensor:
         return (total.float() / len(parts)).to(dtype)
     real = total.real.dtype if total.is_complex() else total.dtype
     return total * torch.tensor(1 / len(parts), dtype=real, device="cpu")
+
+
+def _min(parts: Sequence[Tensor]) -> Tensor:
+    return _extreme(parts, torch.lt, torch.inf)
+
+
+def _max(parts: Sequence[Tensor]) -> Tensor:
+    return _extreme(parts, torch.gt, -torch.inf)
 
 
 def _extreme(parts: Sequence[Tensor], precedes: Callable[[Tensor, Tensor], Tensor], instead_of_nan: float) -> Tensor:

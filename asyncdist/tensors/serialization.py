@@ -223,6 +223,11 @@ def _unpack_array(content: list[Any]) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
+def _unpack_scalar(content: list[Any]) -> Any:
+    name, data = content
+    return _unpack_array([name, [], data])[()]
+
+
 def _bytes(content: Any) -> bytes:
     if type(content) is not bytes:  # for a malicious integer n, bytearray(n) would allocate n bytes
         raise TypeError(f"the content must be bytes, got a {type(content).__name__}")
@@ -246,5 +251,5 @@ _UNPACK: Final[dict[int, Callable[[Any], Any]]] = {
     _FROZENSET: lambda content: frozenset(_unpack(item) for item in content),
     _TENSOR: _unpack_tensor,
     _ARRAY: _unpack_array,
-    _SCALAR: lambda content: _unpack_array([*content[:1], [], *content[1:]])[()],
+    _SCALAR: _unpack_scalar,
 }

@@ -338,7 +338,7 @@ class _Save:
 
     async def _begin_in_group(self, take_state: Callable[[], dict[str, Any]]) -> str:
         # The state of some policies may change between two steps, but not while the ranks copy their states.
-        is_freezable = hasattr(self._policy, "freeze_state")
+        is_freezable = all(hasattr(self._policy, name) for name in ("freeze_state", "unfreeze_state"))
 
         async def prepare() -> str:
             if self._keep is not None:
