@@ -31,6 +31,7 @@ from asyncdist.waits import WaitId, WaitKind
 from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
+# The name of an earlier module, which users' filters of these warnings contain.
 logger_of_early_frames = logging.getLogger("asyncdist.messaging.early_frames")
 
 #: Maximum number of closed channels per tag that still answer other ranks. The oldest ones are removed, so that a long

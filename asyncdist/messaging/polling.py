@@ -109,7 +109,7 @@ class Pollable:
     """Base class of objects that manage their own requests. Each polling pass of the engine polls them.
 
     They are the receiver of a tag's messages (``mailboxes.FrameReceiver``), the receives of streams (``streams.Pacer``)
-    and the writer of tensors into other ranks' memory (``direct_write_streams.Writer``).
+    and the writer of tensors into other ranks' memory (``user_streams.Writer``).
     """
 
     def poll(self) -> int:

@@ -66,7 +66,7 @@ async def receives_behind_many_tasks(world: ad.World, channel: ad.Channel[Note])
     ("work", "is_deadlock"),
     [
         (receives, True),
-        (meets, False),  # both ranks are in the barrier
+        (meets, False),  # both ranks are in the barrier, in the first turn after they have entered it
         (awaits_a_task_of_the_user, True),
         (receives_with_a_timeout, False),
         (receives_and_sends_later, False),
@@ -84,15 +84,17 @@ def test_a_job_that_may_continue_is_not_called_deadlocked(work: Work, is_deadloc
         def collect_story() -> None:
             stories[world.rank] = collect(world, task, activity)
             if len(stories) == 2:
-                for each in mains:
+                for each in working:
                     each.cancel()
 
-        mains.append(task)
-        asyncio.get_running_loop().call_later(0.1, collect_story)
+        working.add(task)
+        asyncio.get_running_loop().call_later(0 if work is meets else 0.1, collect_story)
         with contextlib.suppress(asyncio.CancelledError):
             await work(world, world.channel(Note, tag=100))
+        working.discard(task)
         task.uncancel()
 
-    mains: list[asyncio.Task[Any]] = []
+    working: set[asyncio.Task[Any]] = set()
     ad.run_local(main, ranks=2)
+    assert len(stories) == 2
     assert bool(stuck_ranks(stories)) == is_deadlock

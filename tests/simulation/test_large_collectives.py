@@ -177,6 +177,15 @@ def test_results_are_those_of_numpy_in_groups_of_any_order(ranks: int, count: in
     simulate(main, ranks=ranks, seed=ranks, strict=True).value()
 
 
+def test_equal_reductions_have_equal_messages() -> None:
+    """Regression: the first bytes of a result were whatever the memory had held before."""
+
+    async def main(world: ad.World) -> None:
+        await world.collectives.all_reduce(torch.ones(100_000), world.group, "sum")
+
+    assert len({simulate(main, ranks=18, seed=3).trace_digest for _ in range(4)}) == 1
+
+
 def test_a_mean_of_the_largest_values_is_finite() -> None:
     """The sum that passes from rank to rank overflows, and all ranks notice this."""
 

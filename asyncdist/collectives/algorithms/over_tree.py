@@ -161,6 +161,7 @@ async def fold_along_ranks(engine: Engine, group: Group, values: torch.Tensor, f
     error = await _collect(engine, position, token, _everything(token))
     error = await _spread(engine, position, token, error=error) or error
     memory = new_memory(_HEAD_NBYTES + values.nbytes)
+    memory[:_HEAD_NBYTES] = 0
     result = memory[_HEAD_NBYTES:].view(values.dtype)
     failed, is_whole = await _pass_along(engine, group, values, fold, result, error)
     error, memory[0] = failed or error, is_whole
