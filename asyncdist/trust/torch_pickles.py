@@ -241,7 +241,7 @@ class _Values:
             self._check_call(items[0] if items else None, items[2] if len(items) > 2 else None, is_new=False)
         elif name == "builtins.bytearray":
             raise ValueError("it has a bytearray, which must be a tensor of uint8 or bytes")
-        elif name not in _REBUILDING | _COPYING:
+        elif name not in _REBUILDING and name not in _COPYING:
             if name.startswith(_MODULES_OF_TORCH) or name.endswith(_CLASSES_OF_TORCH):
                 raise ValueError(f"it has a {name}")
         elif is_new or (count := 0 if name in _REBUILDING else _copied_count(name, items)) is None:

@@ -171,13 +171,13 @@ class Supervisor(Generic[P]):
         self._note(f"exited/{rank}.{self._newest[rank]}")  # so that no rank tries to connect to it
         if self._is_open and returncode >= 0:
             self._note_place(rank, is_free=bool(returncode) and self._have_joined)
-        newcomer = "which had joined the others" if self._have_joined else "which was restarted"
         if self._code or not returncode:
             return
         if process.is_lost:  # this was reported when the connection ended
             self._lost_code = self._lost_code or returncode
         elif returncode > 0 and (self._have_joined or self._newest[rank]):  # the ranks of the joined job decide
             self._lost_code = self._lost_code or returncode
+            newcomer = "which had joined the others" if self._have_joined else "which was restarted"
             local_host.print_launcher_line(f"rank {rank}, {newcomer}, {endings.describe_end(returncode)}")
         elif self._can_lose_ranks and returncode < 0 and not self._victims and -returncode not in self._passed_on:
             self._replace(rank, returncode)
