@@ -19,7 +19,6 @@ class RecordedTransport:
     def __init__(self, inner: Transport, on_message: Callable[[str, int, int, int], None]) -> None:
         self._inner = inner
         self._on_message = on_message
-        self.is_sending, self.lost_ranks = inner.is_sending, inner.lost_ranks  # these are called often
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Final, TypeAlias
 
-from asyncdist import World, validation
+from asyncdist import ClosedError, World, validation
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.joining.dispatcher import (
     IslandMessage,
@@ -107,6 +107,8 @@ class Leadership:
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
         self.report_count = self.nonfinite_count = 0
+        self._host = self._reported_call = 0  # set by begin_reports
+        self._reported_at = 0.0
         # By rank: incarnation (number of restarts) of each admitted restarted rank. On a restarted rank, of all
         # members.
         self._admitted: dict[int, int] = {}
@@ -178,7 +180,8 @@ class Leadership:
 
     def report(self, iteration: int, call: int, value: float) -> None:
         """Send this member's metric and the duration of its steps to the coordinator, if there is one."""
-        assert self._roles is not None, "this rank is not a member"
+        if self._roles is None:
+            raise ClosedError("this rank has left the policy")
         now = self._services.time()
         interval_s = now - self._reported_at
         step_s = interval_s / max(1, call - self._reported_call)

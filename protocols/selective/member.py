@@ -366,6 +366,7 @@ class RoundMember:
 
     def on_applied(self, iteration: int) -> Instructions:
         """Record that the new weights are loaded. They invalidate this rank's reports up to ``iteration``."""
+        assert self.state is State.COMPLETE, f"an average was applied in state {self.state.name}"
         applied = SendToCoordinator(Applied(iteration), self.round)
         self._become(State.IDLE)
         self.wants_step = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import random
@@ -193,3 +194,24 @@ def test_a_leader_takes_over_while_it_acts(seed: int, every: int, ratio: float) 
     slow = Compute(step_s=0.1, factors={0: 10.0})
     report = simulate(main, ranks=6, seed=seed, until_s=1e4, compute=slow)
     assert max(report.results[2:]) > 0, "no leader took over"
+
+
+def test_a_leader_that_left_in_a_cancelled_step_is_told_so() -> None:
+    """The slow rank's swap ends later, in the background, and the leader then has no policy to report to."""
+
+    async def main(world: ad.World) -> str:
+        model = Part(world.rank % 2, SIZES)
+        model.fill(float(world.rank))
+        try:
+            async with OfPlainShards(model, torch.optim.SGD(model.parameters(), lr=0.0), **OPTIONS) as policy:
+                for number in range(40):
+                    await world.sleep(5.0 if (world.rank, number) == (1, 11) else 0.01)
+                    async with asyncio.timeout(1.0 if world.rank == 0 else None):
+                        await policy.step(float(world.rank))
+        except (TimeoutError, ad.RemoteError) as error:
+            return str(error)
+        return "trained"
+
+    results = simulate(main, ranks=4, seed=1, until_s=300.0).results
+    assert results[2:] == ("trained", "trained")
+    assert results[1].endswith("ClosedError: this rank has left the policy"), results

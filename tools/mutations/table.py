@@ -412,7 +412,7 @@ MUTANTS: Final = (
         "a rank gives its part of a snapshot though another part of it is not finite",
         "protocols/replica_averaging/shards.py",
         "            self._opened.conclude(fault)\n",
-        "            self._opened.conclude(await self._opened.roles.fault_of_copy())\n",
+        "            self._opened.conclude(await self._opened.fault_of_copy())\n",
         SHARDED,
     ),
     Mutant(
