@@ -51,7 +51,6 @@ from asyncdist.protocols.async_diloco.options import (
     ServerOptions,
 )
 from asyncdist.protocols.async_diloco.replicated import AsyncReplicatedPolicy
-from asyncdist.protocols.async_diloco.server import Server
 from asyncdist.protocols.async_diloco.statistics import AsyncDiLoCoStatistics, Progress, result_of, statistics_of
 from asyncdist.protocols.async_diloco.timing import Stopwatch
 from asyncdist.protocols.declared import among, with_options
@@ -213,9 +212,8 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         self._captures = Captures(self._layouts, own.error_feedback)
         self._store = MemberStore(self._layouts, HeldAnchor(0, (), self._layouts.block_of(self._tensors())))
         if self._island is not None:
-            self._global_store = MemberStore(
-                self._layouts, self._store.base
-            )  # sharing is safe: blocks are never changed
+            # Sharing is safe: blocks are never changed.
+            self._global_store = MemberStore(self._layouts, self._store.base)
         self._take_saved()
 
     def _agreed_values(self) -> dict[str, str]:
@@ -345,18 +343,20 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         :meth:`unfreeze_state` when all ranks have copied their states, so that no rank's anchor is newer than the
         leader's. Other calls may deadlock: a rank that waits in a step with ``late="wait"`` waits for an update.
         """
-        for server in self._servers():
-            await server.freeze()
+        for member in self._serving_members():
+            if member.server is not None:  # it may have been elected during the last freeze
+                await member.server.freeze()
 
     def unfreeze_state(self) -> None:
         """Resume updating the anchor after :meth:`freeze_state` or :meth:`settle`."""
-        for server in self._servers():
-            server.unfreeze()
+        for member in self._serving_members():
+            if member.server is not None:
+                member.server.unfreeze()
 
-    def _servers(self) -> list[Server]:
-        """Return the servers on this rank: of the members, or with islands of its island and of all islands."""
+    def _serving_members(self) -> list[AsyncMember]:
+        """Return this rank's members, which may serve: of all ranks, or with islands of its island and of islands."""
         members = [self._member, None if self._federation is None else self._federation.global_member]
-        return [each.server for each in members if each is not None and each.server is not None]
+        return [each for each in members if each is not None]
 
     def _own_state(self) -> dict[str, Any]:
         if self._saved is not None:

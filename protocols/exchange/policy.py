@@ -367,6 +367,7 @@ class ExchangePolicy(ReplicatedPolicy):
         with validation.reading_state(type(self).__name__):
             if self._saved["fragments"]:
                 self._replicas.check_saved(self._world.rank, self._saved)
+            self._saved = {**self._saved, "contributions": dict(self._saved["contributions"])}
             restore(self._saved, self._fragments, self._pending_rounds)
             self._was_loaded = any(fragment.version for fragment in self._fragments)
 

@@ -206,7 +206,9 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         parameters = self._known_infinities.without(dict(self.model.named_parameters(remove_duplicate=False)))
         if all(parameters.isdisjoint(self._flat.entries[index].names) for index in self._chosen[fragment]):
             return ()
-        count = 0 if self._known_infinities.unsound_entry_of_model() is not None else len(self._first_ranks())
+        count = 1 if self._exchange is None else len(self._exchange.members()) // self._replicas.size
+        if self._known_infinities.unsound_entry_of_model() is not None:
+            count = 0
         if self._replica is not None:  # its ranks may know of different lost ranks
             count = await self._replica.smallest(count)
         if not count:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.runtime.failing.replica_mates import ReplicaMates
+from asyncdist.simulation import Kill, simulate
 from protocols import AverageApplied, ReplicaAveragingPolicy, SnapshotTaken
 from simulation.sharded_replica_scenarios import OfPlainShards
 
@@ -300,3 +302,19 @@ def test_numbers_of_steps_are_steps_and_not_swap_points() -> None:
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert all(cooldown - swap_every <= gap <= cooldown + 3 * swap_every for gap in gaps)
     assert {staleness for _, staleness in applied} <= {0, swap_every}
+
+
+def test_a_rank_of_an_interrupted_policy_may_end_with_its_replica() -> None:
+    """The final evaluation of such a rank fails without its replica, which must not end the other replicas."""
+
+    async def main(world: ad.World) -> frozenset[int]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with contextlib.suppress(ad.RankLostError):
+            async with ReplicaAveragingPolicy(model, optimizer, replica_size=2, average_every=1) as policy:
+                for _ in range(20):
+                    await world.sleep(0.1)
+                    await policy.step(loss=1.0)
+        return world.services.shared(ReplicaMates).ranks
+
+    assert simulate(main, ranks=4, seed=1, faults=[Kill(1, at_s=0.55)]).results[0] == {1}

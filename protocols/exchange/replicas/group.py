@@ -147,9 +147,9 @@ class ReplicaGroup:
             step_count: Number of steps that this rank has made.
         """
         world = self.world
-        world.services.shared(ReplicaMates).ranks = frozenset()
         if self._may_be_unequal:
-            return
+            return  # if a lost rank has interrupted the step, this rank may still end with its replica
+        world.services.shared(ReplicaMates).ranks = frozenset()
 
         def warn() -> None:
             logger.warning(
