@@ -310,8 +310,8 @@ def test_a_rank_of_an_interrupted_policy_may_end_with_its_replica() -> None:
     async def main(world: ad.World) -> frozenset[int]:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with contextlib.suppress(ad.RankLostError):
-            async with ReplicaAveragingPolicy(model, optimizer, replica_size=2, average_every=1) as policy:
+        async with ReplicaAveragingPolicy(model, optimizer, replica_size=2, average_every=1) as policy:
+            with contextlib.suppress(ad.RankLostError):
                 for _ in range(20):
                     await world.sleep(0.1)
                     await policy.step(loss=1.0)
