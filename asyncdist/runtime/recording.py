@@ -21,6 +21,7 @@ import torch
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import event_clock_of
 from asyncdist.recording.events import BEFORE_WORLD, Field
+from asyncdist.recording.sources import checksum_of_sources
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.world import World
 from asyncdist.tensors.serialization import name_and_message
@@ -78,7 +79,7 @@ class Recording:
         # Sleeps cannot be recorded if several ranks share a loop.
         tells_sleeps = is_simulated or not transport.capabilities.shares_process
         facts = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps}
-        writer.open({**header, **_conditions(world), **facts})
+        writer.open({**header, **_conditions(world), **facts, "sources": checksum_of_sources()})
         engine.begin()
         services = world.services
         services.events.sink = writer.add
