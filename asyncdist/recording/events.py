@@ -71,6 +71,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # Main ended with ``error``, or returned if ``error`` is "".
     "over": ("error",),
     # For replays: a ``safe_point`` call began or ended, a line of code read the clock, or a deadline expired.
+    # ``line`` is a checksum of the name of the reading function and of the line's number in it.
     "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),

@@ -95,6 +95,7 @@ class Header(Struct, frozen=True, kw_only=True):
 
     Attributes:
         asyncdist: Version of asyncdist.
+        sources: Checksum of asyncdist's source files (:mod:`asyncdist.recording.sources`); None in earlier recordings.
         script, script_digest, arguments: Path of the program, its SHA-256 and its arguments.
         clock_s, unix_s: The same moment on the event clock and on the wall clock, in seconds.
         kinds: Field names of the events of each kind, keyed by kind.
@@ -108,6 +109,7 @@ class Header(Struct, frozen=True, kw_only=True):
     hostname: Text
     pid: Annotated[int, Meta(ge=0, le=1 << 32)]
     asyncdist: Annotated[str, Meta(max_length=80)]
+    sources: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
     script: Text
     module: Text = ""
     script_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]

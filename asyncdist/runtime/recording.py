@@ -8,9 +8,11 @@ import functools
 import itertools
 import random
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
+from types import FrameType
 from typing import Any, ClassVar, Final, cast
 
 import numpy
@@ -19,6 +21,7 @@ import torch
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import event_clock_of
 from asyncdist.recording.events import BEFORE_WORLD, Field
+from asyncdist.recording.sources import checksum_of_sources
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.world import World
 from asyncdist.tensors.serialization import name_and_message
@@ -34,6 +37,8 @@ _RESULT_NBYTES_MAX: Final = 1024
 
 #: torch's seed at the time asyncdist is imported.
 _FIRST_SEED: Final = torch.initial_seed()
+#: Keys of clock readings, by the function that read the clock and by its line relative to the function's first line.
+_READING_KEYS: Final[dict[tuple[str, int], int]] = {}
 #: Function that sets a timer. Its arguments are the timer's identity, its deadline in seconds on the loop's clock, a
 #: callback, the callback's arguments, and the callback's context.
 SetTimer = Callable[[WaitId, float, Callable[..., object], tuple[Any, ...], contextvars.Context | None], Any]
@@ -73,8 +78,8 @@ class Recording:
         is_simulated = hasattr(self._loop, "rank")
         # Sleeps cannot be recorded if several ranks share a loop.
         tells_sleeps = is_simulated or not transport.capabilities.shares_process
-        facts = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps, "tells_collectives": True}
-        writer.open({**header, **_conditions(world), **facts})
+        facts = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps}
+        writer.open({**header, **_conditions(world), **facts, "sources": checksum_of_sources()})
         engine.begin()
         services = world.services
         services.events.sink = writer.add
@@ -197,7 +202,7 @@ class RecordedEngine(ObservedEngine):
     def _read_clock(self) -> float:
         seconds = self._unrecorded_clock()
         if self.has_begun:
-            self._writer.add(seconds, "clock", (seconds, sys._getframe(1).f_lineno))
+            self._writer.add(seconds, "clock", (seconds, key_of_reading(sys._getframe(1))))
         return seconds
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
@@ -242,6 +247,20 @@ class RecordedEngine(ObservedEngine):
     def _note(self, kind: str, *fields: Field) -> None:
         if self.has_begun:
             self._writer.note(kind, *fields)
+
+
+def key_of_reading(frame: FrameType) -> int:
+    """Return the key of a clock reading in ``frame``. It depends on the function that reads, and on the line in it.
+
+    Edits of other functions do not change the key, so that earlier recordings can still be replayed.
+    """
+    code = frame.f_code
+    place = code.co_qualname, (frame.f_lineno or 0) - code.co_firstlineno  # generated code may have no lines
+    key = _READING_KEYS.get(place)
+    if key is None:
+        name, line = place
+        key = _READING_KEYS[place] = zlib.crc32(f"{name}+{line}".encode()) & 0xFFFF
+    return key
 
 
 def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Callable[[], None]:

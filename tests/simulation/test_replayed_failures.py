@@ -15,6 +15,7 @@ import asyncdist as ad
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import DivergenceError, replay, replay_script, simulate
 from protocols import AsyncSelectiveAveragingPolicy
+from simulation.edited_records import edit_headers
 
 SCRIPT = """
 import asyncdist as ad
@@ -99,3 +100,21 @@ def test_other_weights_are_reported_if_the_error_is_caught(tmp_path: Path) -> No
     simulate(train, ranks=2, seed=1, record=tmp_path)
     with pytest.raises(DivergenceError, match=r"but the replay has .weights policy 0, checksum"):
         replay(train, "catch", recording=read_recording(tmp_path))
+
+
+@pytest.mark.parametrize(("changed", "is_told"), [({}, False), ({"sources": 7}, True), ({"sources": None}, True)])
+def test_other_sources_are_told_as_cause_of_a_difference(
+    tmp_path: Path, changed: dict[str, int | None], is_told: bool
+) -> None:
+    """Regression: a difference caused by a change of asyncdist seemed to be the program's."""
+
+    async def main(world: ad.World, wanted: bool) -> None:
+        if not wanted:
+            raise KeyError("as planned")
+
+    simulate(main, True, ranks=2, seed=2, record=tmp_path)
+    recording = edit_headers(tmp_path, lambda header: header.update(changed))
+    replay(main, True, recording=recording)
+    with pytest.raises(DivergenceError, match=r"ended with .*as planned") as raised:
+        replay(main, False, recording=recording)
+    assert ("other source files of asyncdist" in str(raised.value)) == is_told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -394,3 +395,23 @@ def test_a_task_with_a_late_message_continues_in_its_turn(tmp_path: Path) -> Non
     events[at:at] = [beside, by_task._replace(time_s=first.time_s)]
     keep_events(of_rank_0, lambda _: False, *events)
     assert replay(main, recording=read_recording(tmp_path)).report.results[0] == ["heard", "heard", "slept"]
+
+
+def reader_of_clock(name: str, blank_count: int) -> Callable[[ad.World], float]:
+    """Return a function ``name``, in a file of its own after blank lines, that reads the clock."""
+    found: dict[str, Any] = {}
+    exec("\n" * blank_count + f"def {name}(world):\n    return world.time()\n", found)
+    reader: Callable[[ad.World], float] = found[name]
+    return reader
+
+
+@pytest.mark.parametrize(("names", "blank_count"), [("ab", 7), ("ba", 0)])
+def test_clock_readings_belong_to_functions_not_to_lines(tmp_path: Path, names: str, blank_count: int) -> None:
+    """Regression: an edit that moved a line changed the replay, and two files mixed up the times of equal lines."""
+
+    async def main(world: ad.World, names: str, blank_count: int) -> dict[str, float]:
+        return {name: reader_of_clock(name, blank_count)(world) for name in names}
+
+    recorded = ad.run_local(main, "ab", 0, ranks=1, record=tmp_path)
+    replayed = replay(main, names, blank_count, recording=read_recording(tmp_path))
+    assert list(replayed.report.results) == recorded

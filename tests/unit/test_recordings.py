@@ -21,7 +21,7 @@ import torch
 
 import asyncdist as ad
 from asyncdist.errors import RankLostError
-from asyncdist.recording import reader, writer
+from asyncdist.recording import reader, sources, writer
 from asyncdist.recording.events import CAPACITY, Event, EventLog
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, file_name, header_of
@@ -334,6 +334,23 @@ def test_a_recording_of_another_version_is_read_with_a_warning(
     (event,) = read_recording(tmp_path).ranks[0].events()
     assert str(event.wait) == "kind kind_of_tomorrow, number 3"
     assert f"was written by asyncdist 9.9, but this is asyncdist {ad.__version__}" in caplog.text
+
+
+def test_sources_are_told_apart_by_names_and_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_ROOT", str(tmp_path))
+    (tmp_path / "protocols").mkdir()
+    one, other = tmp_path / "protocols" / "one.py", tmp_path / "protocols" / "other.py"
+    one.write_text("a")
+    checksum = sources.checksum_of_sources.__wrapped__
+    first = checksum()
+    (tmp_path / "protocols" / "notes.txt").write_text("a")
+    assert checksum() == first
+    one.write_text("ab")
+    longer = checksum()
+    one.rename(other)
+    assert len({first, longer, checksum()}) == 3
+    (tmp_path / "protocols" / ".#other.py").symlink_to("user@host.1")  # an editor's lock
+    checksum()
 
 
 def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:

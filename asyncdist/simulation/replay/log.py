@@ -145,7 +145,8 @@ class RankLog:
 
     Attributes:
         early: Number of messages received before the rank's world was open, keyed by source and tag.
-        clock: Clock readings, keyed by the line number of the code that read the clock.
+        clock: Clock readings, keyed by the line of code that read the clock
+            (:func:`~asyncdist.runtime.recording.key_of_reading`).
         decisions: Decisions, keyed by kind. The order across kinds depends on the order of tasks.
         is_over: Whether the end of main is recorded.
         end_s: Time of the last event, on the rank's clock.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from asyncdist.errors import RankLostError
-from asyncdist.runtime.recording import ObservedEngine
+from asyncdist.runtime.recording import ObservedEngine, key_of_reading
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.log import (
     COLLECTIVE_TAGS,
@@ -327,7 +327,7 @@ class PendingInputs:
         """Return the time recorded for the calling line of code, or the virtual time before the world is open."""
         if not self.is_open:
             return self.loop.time()
-        readings = self.log.clock[sys._getframe(1).f_lineno]
+        readings = self.log.clock[key_of_reading(sys._getframe(1))]
         if readings and readings[0].seen_count > self.seen_count and not self.engine._in_pass:
             # In the recorded run, the rank received more inputs before this reading, and the caller may depend on them.
             self.catch_up(readings[0].seen_count)

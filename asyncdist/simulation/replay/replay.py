@@ -19,6 +19,7 @@ import torch
 
 from asyncdist.recording.reader import RankRecording, Recording, RecordingError, other_version_warning
 from asyncdist.recording.schema import Conditions
+from asyncdist.recording.sources import checksum_of_sources
 from asyncdist.runtime.world import World
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.links import Network
@@ -39,6 +40,10 @@ logger = logging.getLogger("asyncdist.simulation.replay")
 #: rank had no input for long, because its tasks may have yielded to each other all the time.
 _IDLE_EVENT_COUNT: Final = 200_000
 _IDLE_EVENT_COUNT_MAX: Final = 10_000_000
+#: Added to the description of a difference.
+_OTHER_SOURCES: Final = (
+    "; the recording was made with other source files of asyncdist, which may be the cause: record the run again"
+)
 #: Maximum number of times per second that a recorded rank's tasks could yield to each other.
 _YIELDS_PER_S: Final = 1_000_000
 #: Number of events between two checks for progress.
@@ -175,6 +180,7 @@ class ReplayedJob:
         self._progressed_at_count = 0
         self._is_judged = False
         self._difference: DivergenceError | None = None
+        self._has_other_sources = any(each.header.sources != checksum_of_sources() for each in recording.ranks)
         self.decision_count = self.left_count = self._count_remaining()
         self.cut_ranks = tuple(rank for rank, log in sorted(self._logs.items()) if not log.is_over)
 
@@ -225,7 +231,9 @@ class ReplayedJob:
             return
         self._is_judged = True
         self.left_count = self._count_remaining()
-        self._difference = self._found[0] if self._found else self._find_difference()
+        difference = self._difference = self._found[0] if self._found else self._find_difference()
+        if difference is not None and self._has_other_sources:
+            difference.message += _OTHER_SOURCES
 
     def _find_difference(self) -> DivergenceError | None:
         deferred = [gate.comparison.deferred for gate in self._gates.values() if gate.comparison.deferred is not None]
