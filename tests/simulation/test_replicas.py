@@ -304,7 +304,7 @@ def test_numbers_of_steps_are_steps_and_not_swap_points() -> None:
     assert {staleness for _, staleness in applied} <= {0, swap_every}
 
 
-def test_a_rank_of_an_interrupted_policy_may_end_with_its_replica() -> None:
+def test_a_rank_of_an_interrupted_policy_ends_with_its_replica() -> None:
     """The final evaluation of such a rank fails without its replica, which must not end the other replicas."""
 
     async def main(world: ad.World) -> frozenset[int]:
