@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -198,19 +198,15 @@ def test_a_copy_is_ordered_between_steps_of_training(monkeypatch: pytest.MonkeyP
 
 def test_a_model_builder_leaves_the_numbers_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: only the current GPU's generator was restored, and a rank's GPU need not be the current one."""
-    restored: list[int] = []
-
-    def fork_rng(devices: Iterable[int]) -> contextlib.AbstractContextManager[None]:
-        restored.extend(devices)
-        return contextlib.nullcontext()
-
+    states, restored = ["first GPU", "second GPU", "third GPU"], []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.extend)
     model = nn.Linear(2, 2)
     options: Any = {"averaging_strategy": "reset_weights", "model_builder": lambda: nn.Linear(2, 2)}
     AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=2, **options)
-    assert restored == [0, 1, 2]
+    assert restored == states
 
 
 @pytest.mark.slow
