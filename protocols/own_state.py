@@ -38,14 +38,14 @@ class NewWeights:
     """
 
     round: int
-    donors: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    iterations: tuple[int, ...] = ()
-    best: int = -1
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    iterations: tuple[int, ...]
+    best: int
     versions: tuple[int, ...] = ()
-    average: FlatBuffers | None = None
+    average: FlatBuffers | None
     began_at: float
-    nbytes: int = 0
+    nbytes: int
     coordinator: int = -1
     route: str = ""
 

@@ -153,9 +153,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             )
         args.asyncdist_rank = owner  # type: ignore[attr-defined]
         output = str(args.output_dir)
-        if (
-            self._replica.folder in Path(output).parts
-        ):  # an earlier trainer has changed these arguments or their original
+        # An earlier trainer may have changed these arguments or their original.
+        if self._replica.folder in Path(output).parts:
             return
         if args.hub_model_id is None:
             args.hub_model_id = Path(output).absolute().name  # by default, the repository would be named rank0
@@ -444,7 +443,7 @@ def _replaced(trainer: Trainer, methods: Mapping[str, Callable[..., Any]]) -> It
     """Replace methods of one trainer during a ``with`` block. The new methods get the originals first."""
     before = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
     for name, method in methods.items():
-        setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
+        replaces(trainer, name)(method)
     try:
         yield
     finally:

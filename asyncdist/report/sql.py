@@ -55,9 +55,8 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
     """Return SQLITE_OK for actions that only read, and otherwise SQLITE_DENY (sqlite.org/c3ref/set_authorizer.html)."""
     if action == sqlite3.SQLITE_FUNCTION:
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
-    if (
-        action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
-    ):  # json_each declares its columns by this action, and writes nothing
+    # json_each declares its columns by this action, and writes nothing.
+    if action == sqlite3.SQLITE_UPDATE and first == "sqlite_master":
         return sqlite3.SQLITE_OK
     return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
 

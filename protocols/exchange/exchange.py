@@ -20,11 +20,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from asyncdist.protocols.exchange.catch_up import CatchUp
 from torch import Tensor
 
 from asyncdist import Envelope
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.exchange.catch_up import CatchUp
 from asyncdist.protocols.exchange.fetch import Offers
 from asyncdist.protocols.exchange.fragment import Fragment
 from asyncdist.protocols.exchange.ledger import Partners, Quorum, Report, Weighing, all_members, reported_weights

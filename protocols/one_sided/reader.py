@@ -14,7 +14,7 @@ from asyncdist.protocols.own_state import NewWeights
 from asyncdist.protocols.parameter_stream.receive_layout import ChunkRing
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
-from asyncdist.tensors.flat_state import FlatState, SnapshotPool
+from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 from asyncdist.tensors.means import WeightedMean
 
 
@@ -28,6 +28,12 @@ class Replacement(NewWeights):
         complete: Whether the next step may apply the average.
     """
 
+    donors: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    iterations: tuple[int, ...] = ()
+    best: int = -1
+    average: FlatBuffers | None = None
+    nbytes: int = 0
     complete: bool = False
 
 

@@ -171,7 +171,7 @@ class Reading:
     """Reads a snapshot, a mean, or a part of one, from the memory of another process on this host.
 
     Attributes:
-        pieces: Pieces that :meth:`whole` reads.
+        pieces: Pieces that :meth:`whole` reads. None until the caller has set them.
         process: Process of the donor. None before the donor has answered, and if its memory cannot be read.
     """
 
@@ -184,7 +184,7 @@ class Reading:
         self._memory: torch.Tensor | None = None  # the donor's shared memory, if it is mapped
         self._start = 0  # address of the shared memory in the donor's process
         self.donor = donor
-        self.pieces: Sequence[Piece] = ()
+        self.pieces: Sequence[Piece] | None = None
         self.process: PeerProcess | None = None
         self.received_nbytes = 0
 
@@ -209,6 +209,7 @@ class Reading:
 
         Raises the errors of :meth:`located` and :meth:`read`.
         """
+        assert self.pieces is not None, "whole() before the pieces are set"
         await self.located(deadline=deadline)
         for piece in self.pieces:
             self.read(*piece)

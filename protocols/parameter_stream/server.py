@@ -198,9 +198,9 @@ class SnapshotServer:
 
     def _refuse_early(self, is_over: Callable[[int, Part | None], bool]) -> None:
         """Refuse the waiting requests whose round, and part of a mean, will have no offer."""
-        for key in [
-            key for key, (number, request) in self._early.items() if is_over(number, messages.mean_asked(request))
-        ]:
+        waiting = self._early.items()
+        over = [key for key, (number, request) in waiting if is_over(number, messages.mean_asked(request))]
+        for key in over:
             del self._early[key]
             self._refuse(key)
 
@@ -311,10 +311,9 @@ class SnapshotServer:
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
     """Return the chunks of a snapshot that ``grant`` requests, or None if its sizes do not match the snapshot."""
-    sizes = {
-        messages.CHUNK_NBYTES,
-        *([messages.part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else []),
-    }
+    sizes = {messages.CHUNK_NBYTES}
+    if isinstance(grant, PartGrant):
+        sizes.add(messages.part_chunk_nbytes(grant.nbytes))
     for exact in (False, True):
         if grant.nbytes == messages.stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:
             return messages.chunks_of(snapshot, exact, grant.chunk_nbytes)

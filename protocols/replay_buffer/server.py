@@ -450,9 +450,8 @@ class _Server:
                 if may_grow:
                     waiting.append(draw)
                 else:
-                    who = (
-                        "no other client exists" if len(self._clients) == 1 else "all clients that add items have left"
-                    )
+                    is_alone = len(self._clients) == 1
+                    who = "no other client exists" if is_alone else "all clients that add items have left"
                     reason = (
                         f"n must be <= {size}, the number of items in the replay buffer {self._name!r}, because {who}, "
                         f"got {draw.count}"
@@ -482,9 +481,8 @@ class _Server:
         inline = len(payload) <= messages.INLINE_NBYTES_MAX
         if not inline:
             client.outgoing[draw.request] = payload
-        self._send_if_open(
-            client, messages.Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b"")
-        )
+        data = payload.tobytes() if inline else b""
+        self._send_if_open(client, messages.Drawn(draw.request, count, len(payload), data))
 
     def _on_grant(self, client: Client, grant: Grant, request: int) -> None:
         if grant.slot in client.streams:

@@ -243,7 +243,10 @@ class GossipFragment(RuleFragment):
             anchor.copy_(mean)
         elif is_whole:
             anchor.copy_(mean)
-            momentum.copy_(mean) if rule.nesterov else momentum.zero_()
+            if rule.nesterov:
+                momentum.copy_(mean)
+            else:
+                momentum.zero_()
         elif rule.nesterov:
             sent = torch.empty_like(mean)
             self._gather(place, tensors, sent)

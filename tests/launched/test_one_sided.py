@@ -45,26 +45,27 @@ def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "transport", "story", "exposure"),
+    ("ranks", "transport", "story", "exposure", "is_followed"),
     [
-        *(pytest.param(ranks, "mpi", "walk", "_SharedWindow", marks=pytest.mark.mpi) for ranks in SIZES),
-        *(pytest.param(ranks, "mpi", "apart", "StreamedWindow", marks=pytest.mark.mpi) for ranks in SIZES),
-        (TORCH_SIZE, "torch", "walk", "StreamedWindow"),
+        *(pytest.param(ranks, "mpi", "walk", "_SharedWindow", False, marks=pytest.mark.mpi) for ranks in SIZES),
+        *(pytest.param(ranks, "mpi", "apart", "StreamedWindow", False, marks=pytest.mark.mpi) for ranks in SIZES),
+        (TORCH_SIZE, "torch", "walk", "StreamedWindow", True),
     ],
 )
 def test_every_one_sided_average_is_that_of_its_snapshots(
-    ranks: int, transport: str, story: str, exposure: str
+    ranks: int, transport: str, story: str, exposure: str, is_followed: bool
 ) -> None:
     """Each average was read in one version, of any dtypes, and is recomputed here from the donors' reports.
 
-    Snapshots are read from shared memory or, as between hosts, from owners that answer.
+    Snapshots are read from shared memory or, as between hosts, from owners that answer. On torch, where ranks may
+    join later, the policy adds and removes the window's members.
     """
     reports = told(ranks, story, transport)
     snapshots = {
         (rank, version): typed(state) for rank, report in enumerate(reports) for version, state in report["snapshots"]
     }
     for rank, report in enumerate(reports):
-        assert report["exposure"] == exposure
+        assert (report["exposure"], report["is followed"]) == (exposure, is_followed)
         assert len(report["applied"]) >= 4
         for number, donors, weights, best, versions, state, before in report["applied"]:
             event = AverageApplied(number, tuple(donors), tuple(weights), best, 0, typed(state), tuple(versions))

@@ -81,6 +81,16 @@ async def test_first_round_of_introduced_ranks_is_read() -> None:
         assert intake.read_nbytes == intake.received_nbytes
 
 
+async def test_whole_without_pieces_is_not_a_success() -> None:
+    async with parties() as party:
+        await averaged(party)
+        reading = party.desks[0].neighbours.ask(1, 64, round=ROUND)
+        assert reading is not None
+        with pytest.raises(AssertionError, match="pieces"):
+            await reading.whole()
+        reading.finish()
+
+
 async def test_other_hosts_and_small_models_are_not_introduced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with parties() as party:
         party.worlds[1].services.hosts = (0, 1, 1, 3, 3, 3)

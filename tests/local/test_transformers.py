@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import inspect
 import pickle
 import sys
 from pathlib import Path
@@ -17,6 +18,12 @@ import torch
 import asyncdist as ad
 from asyncdist.integrations import joining
 from protocols import DiLoCoPolicy, EvolutionStrategyPolicy, GossipPolicy
+
+REPLACED = ("training_step", "log", "save_model", "_load_optimizer_and_scheduler")
+
+
+def facts_of(method: Any) -> tuple[Any, ...]:
+    return method.__name__, method.__module__, method.__doc__, inspect.signature(method), inspect.isroutine(method)
 
 
 class Hub:
@@ -349,6 +356,24 @@ def test_a_callback_cannot_be_copied(integration: Any, monkeypatch: pytest.Monke
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"^SelectiveAveraging cannot be copied"):
             copied(averaging)
+
+
+def test_a_replaced_method_looks_like_the_original(
+    integration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: during a training, the trainer's methods had no names, and deepcopy of one copied the callback."""
+    import transformers
+
+    monkeypatch.setattr(joining, "join", lambda: SimpleNamespace(rank=0, size=1))
+    averaging = integration.SelectiveAveraging(average_every=2)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(Model(), arguments, callbacks=[averaging])
+    before = {name: facts_of(getattr(trainer, name)) for name in REPLACED}
+    with averaging._attached(trainer):
+        assert set(REPLACED) <= vars(trainer).keys()
+        assert {name: facts_of(getattr(trainer, name)) for name in REPLACED} == before
+        assert copy.deepcopy(trainer.log) is trainer.log
+    assert not set(REPLACED) & vars(trainer).keys()
 
 
 def test_a_policy_that_trains_the_model_is_refused(integration: Any) -> None:

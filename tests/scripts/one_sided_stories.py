@@ -20,7 +20,13 @@ from support.mpi import report
 
 import asyncdist as ad
 from asyncdist.collectives import one_sided
-from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, VersionRecord, open_versioned_window
+from asyncdist.collectives.one_sided import (
+    OutdatedError,
+    StreamedWindow,
+    VersionedWindow,
+    VersionRecord,
+    open_versioned_window,
+)
 from protocols import OneSidedSelectiveAveragingPolicy
 
 LIMIT_S = 90.0
@@ -97,10 +103,12 @@ async def walk(world: ad.World) -> dict[str, Any]:
             await policy.step(float((world.rank * 7 + policy.iteration) % 5))
             ledger.stepping.discard(world.rank)
         kind = type(policy._exposure).__name__
+        is_followed = isinstance(policy._exposure, StreamedWindow) and policy._exposure._is_followed
     assert identity(model) == objects
     await ad.barrier()
     return {
         "exposure": kind,
+        "is followed": is_followed,
         "snapshots": [(version, plain(state)) for (_, version), state in ledger.snapshots.items()],
         "applied": [
             (

@@ -9,10 +9,10 @@ from typing import Any, Final
 from unittest.mock import Mock
 
 import pytest
-from asyncdist.protocols.exchange.catch_up import CatchUp
 from support.weighing import better_half
 
 from asyncdist.errors import RemoteProtocolError
+from asyncdist.protocols.exchange.catch_up import CatchUp
 from asyncdist.protocols.exchange.ledger import (
     AwaitGrace,
     Decide,

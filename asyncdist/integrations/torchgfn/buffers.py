@@ -347,13 +347,17 @@ class _RequestDesk:
         )
         services.on_returned(self._drop_requests)
         self.done: set[int] = set()
+        self._world: blocking.World  # set by begin_run
+        self._client_count = 0
+        self._seen: set[int] = set()  # ranks that have sent a request to the current run
+        self._asked_by: tuple[int, int] | None = None  # rank and incarnation that sent the current request
 
     def begin_run(self, world: blocking.World, client_count: int) -> None:
         """Begin a run, in which the ranks that have ended the last run may take part."""
         self._world = world
         self._client_count = client_count
-        self._seen: set[int] = set()
-        self._asked_by: tuple[int, int] | None = None  # rank and incarnation that sent the current request
+        self._seen.clear()
+        self._asked_by = None
         self.done.clear()
         for rank in {envelope.source for envelope in self._requests} & set(self._services.gone):
             self._drop_requests(rank)
