@@ -12,7 +12,7 @@ from asyncdist import simulation
 
 ROOT = Path(__file__).parents[2]
 #: Modules of the integrations that only the other ones use.
-INTERNAL = {"__init__", "joining", "metrics", "random_numbers", "replicas"}
+INTERNAL = {"__init__", "joining", "metrics", "patching", "random_numbers", "replicas"}
 
 
 def test_every_public_name_is_in_the_reference() -> None:
