@@ -4,12 +4,14 @@ The members continue with the mean of their weights (local SGD, or federated ave
 al., 2017).
 
 If a waiting step is cancelled after all members have agreed on the average, the step applies the average before it
-raises the cancellation. Otherwise no member averages in this step: ``step`` raises RemoteError on the other members,
-and all try again at the next due step. If a member has left, ``step`` raises ClosedError on the others.
+raises the cancellation. If the step is cancelled earlier, no member averages: ``step`` raises RemoteError on the other
+members, and all members try again at the next due step. If a member has left, ``step`` raises ClosedError on the
+others.
 
-The average is a collective. A round of :mod:`protocols.exchange` would survive the loss of members, but takes longer.
-On 4 ranks of one host with 64 MiB, it takes 64 ms of CPU time per rank instead of 42 ms. A round also computes the norm
-of each contribution (6 ms), and copies the mean (10 ms), because it may be freed before the step applies it.
+The average is a collective. A round of :mod:`protocols.exchange` would survive the loss of members, but take longer.
+With 4 ranks on one host and 64 MiB of weights, a round takes 64 ms of CPU time per rank, and the collective takes 42
+ms. A round also computes the norm of each contribution (6 ms), and copies the mean (10 ms), because the mean may be
+freed before the step applies it.
 """
 
 from __future__ import annotations
@@ -147,8 +149,8 @@ class AverageAllPolicy(Ported):
             await world.safe_point()
             self._flat.tensors(self._layout)  # raises ValueError if the model's layout has changed
         except (asyncio.CancelledError, ValueError) as error:
-            # Notify the other members that this rank misses the agreement. The next agreement then has the same number
-            # on all ranks.
+            # Tell the other members that this rank misses the agreement, so that all ranks number the next agreement
+            # equally.
             why = error if isinstance(error, ValueError) else None
             world.agreements.decline(world.agreements.next_request(members, self._subject), why)
             raise

@@ -18,10 +18,12 @@ from typing import Any, Final, Self, TypeAlias, TypeVar, cast, get_args
 from asyncdist import validation
 
 T = TypeVar("T")
-#: Function of an option's name and value that returns the value to store, or raises TypeError or ValueError.
+#: Function that checks an option. It takes the option's name and value, and returns the value to store, or raises
+#: TypeError or ValueError.
 Check: TypeAlias = Callable[[str, Any], Any]
-_DOC: Final = "doc"  # key of the documentation among the metadata of a field that declares an option
-#: Maximum length of a value's text that is compared in full between the ranks.
+_DOC: Final = "doc"  # key of an option's documentation in the metadata of its field
+#: Maximum length of a value's text that the ranks compare in full. They compare the beginning and a checksum of a
+#: longer text.
 _TEXT_LENGTH_MAX: Final = 1000
 #: Headings of the option groups, in documentation order.
 GROUPS: Final = (
@@ -51,7 +53,7 @@ def option(
         default: Default value. Without a default, the option is required.
         group: One of :data:`GROUPS`.
         is_agreed: Whether the value must be equal on all members.
-        shown: Python expression for the default in documentation; its ``repr`` by default.
+        shown: Python expression that the documentation shows as the default; by default, the default's ``repr``.
     """
     facts = {_DOC: doc, "check": check, "group": group, "is_agreed": is_agreed, "shown": shown}
     return field(default=default, metadata=facts)
@@ -106,7 +108,7 @@ def declared(kind: type[Options]) -> tuple[Field[Any], ...]:
     return _declared(cast(Any, kind))  # mypy considers a class unhashable if its instances are
 
 
-@functools.cache  # each rank of a simulation makes policies of the same classes
+@functools.cache  # in a simulation, all ranks create policies of the same classes
 def _declared(kind: type[Options]) -> tuple[Field[Any], ...]:
     return tuple(each for each in fields(kind) if _DOC in each.metadata)
 
@@ -179,17 +181,17 @@ def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
 
 
 def number(allowed: str, low: float, high: float = validation.LARGEST) -> Check:
-    """Return a check for a real number from ``low`` to ``high``, which the error describes as ``allowed``."""
+    """Return a check for a real number from ``low`` to ``high``. In the error, ``allowed`` describes these numbers."""
     return lambda name, value: validation.real(name, value, allowed, low=low, high=high)
 
 
 def integer(least: int, besides: str = "") -> Check:
-    """Return a check for an integer >= ``least``. ``besides`` names further allowed values in the error."""
+    """Return a check for an integer >= ``least``. In the error, ``besides`` describes other allowed values."""
     return lambda name, value: validation.count(name, value, least=least, besides=besides)
 
 
 def instance(kind: type, allowed: str) -> Check:
-    """Return a check for instances of ``kind``, which the error describes as ``allowed``."""
+    """Return a check for instances of ``kind``. In the error, ``allowed`` describes them."""
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, kind):

@@ -19,7 +19,7 @@ from asyncdist.tensors.byte_views import flat_bytes, oddity_of
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.wording import aligned
 
-#: Largest size in bytes of weights for which a checksum, about a second per gigabyte, is computed.
+#: Largest size, in bytes, of weights whose checksum is computed. This takes about a second per gigabyte.
 _CHECKED_NBYTES_MAX: Final = 1 << 30
 
 
@@ -82,7 +82,7 @@ class Journal:
         if self._whole is not None:
             self._whole._number = self._number = services.events.number_policy()
             return
-        if self._number < 0:  # otherwise, a contained policy has numbered this policy
+        if self._number < 0:  # otherwise, a contained policy has assigned the number
             self._number = services.events.number_policy()
         # average_every may be sys.maxsize, for "never"
         self.add("policy", class_name, self._name, min(average_every, COUNT_MAX), nbytes, len(ranks))
@@ -110,13 +110,13 @@ class Journal:
         services.last_progress = self.progress()
 
     def title(self) -> str:
-        """Describe the policy by its class, name and rank."""
+        """Return the policy's class, name and rank as text."""
         name = f" {self._name!r}" if self._name else ""
         where = "not started" if self._rank is None else f"rank {self._rank}"
         return f"{self._class_name}{name}, {where}"
 
     def describe(self, iteration: int) -> str:
-        """Describe the policy by its class, name, rank, iteration and current role."""
+        """Return the policy's class, name, rank, iteration and current role as text."""
         member = self._part or self
         role = "" if member._round is None or member._role == "idle" else f", {member._role} in round {member._round}"
         return f"{self.title()}, iteration {iteration}{role}"
@@ -203,7 +203,7 @@ class Journal:
         self.add("role", round, state)
 
     def note_coordinator(self, epoch: int, rank: int) -> None:
-        """Record that ``rank`` coordinates ``epoch``, a number that grows with each new coordinator."""
+        """Record that ``rank`` is the coordinator with number ``epoch``, which grows with each new coordinator."""
         self._coordinator = rank
         self.add("coordinator", epoch, rank)
 

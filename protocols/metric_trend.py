@@ -1,7 +1,7 @@
-"""Detects metrics with the wrong direction or without finite values, so that the user can be warned.
+"""Detects metrics that have the wrong direction or no finite values, so that the user can be warned.
 
 Training should improve the best metric. If it becomes worse, the direction is probably wrong. For example, a loss is
-reported although a larger metric counts as better.
+passed although larger metrics count as better.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ _BLOCK_COUNT: Final = 16
 #: Numbers of values at the first and last comparison of the blocks. Between comparisons, the number doubles.
 _COUNT_MIN: Final = _BLOCK_COUNT
 _COUNT_MAX: Final = 128 * _BLOCK_COUNT
-#: Smallest ratio of the decline to the spread of later values that causes a warning; reached by 10 of 2,000 random
-#: walks.
+#: A warning is due if the decline exceeds this multiple of the spread of later values, as in 10 of 2,000 random walks.
 _GAP_FACTOR: Final = 6.0
 
 
 class MetricTrend:
-    """Detects that the best rank's metric becomes worse in the course of the training.
+    """Detects that the best rank's metric becomes worse during training.
 
     The trend is wrong if each block of values is worse than the previous block, or if the metric has settled at a value
     much worse than the first values. Noise, random walks that return, and an improvement followed by a smaller decline,
-    as with overfitting, are not wrong trends.
+    as with overfitting, do not count as wrong trends.
     """
 
     def __init__(self, metric_mode: str) -> None:
@@ -38,7 +37,7 @@ class MetricTrend:
         self._wrong: tuple[float, float] | None = None
 
     def take_wrong(self) -> tuple[float, float] | None:
-        """Return the first and newest best metric once after the trend has become wrong, otherwise None."""
+        """If the trend has become wrong, return the first and newest best metric, only once; otherwise return None."""
         wrong, self._wrong = self._wrong, None
         return wrong
 
@@ -76,7 +75,7 @@ class BlankMetrics:
                 self._count, self._is_found = None, True
 
     def take_found(self) -> bool:
-        """Return True once after several consecutive decisions without a finite metric, otherwise False."""
+        """Return True once if several consecutive decisions had no finite metric, otherwise False."""
         is_found, self._is_found = self._is_found, False
         return is_found
 

@@ -13,7 +13,7 @@ import torch
 Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
 
-#: Result of a callable metric that has no new measurement, so that nothing is reported.
+#: Result of a callable metric if there is no new measurement. Nothing is then reported.
 NOT_MEASURED: Final[Any] = object()
 
 
@@ -34,7 +34,7 @@ def given_metric(
 
 
 def mean_of(metrics: Sequence[float]) -> float:
-    """Return the mean of metrics, which is NaN or infinite if the metrics are not finite."""
+    """Return the mean of the metrics, which is NaN or infinite if a metric is not finite."""
     try:
         return math.fsum(metrics) / len(metrics)
     except (OverflowError, ValueError):  # the sum is too large, or contains infinities of both signs
@@ -47,7 +47,7 @@ def negated(source: MetricSource) -> Callable[[], float]:
 
 
 def measured(source: MetricSource) -> tuple[MetricSource, bool]:
-    """Return the metric, or the result of a callable metric, and whether it is a new measurement."""
+    """Return the metric, after calling it if it is callable, and whether it is a new measurement."""
     given = source() if callable(source) and not isinstance(source, torch.Tensor) else source
     return given, given is not NOT_MEASURED
 
@@ -68,7 +68,7 @@ def due_metric(source: MetricSource, iteration: int) -> float:
 
 
 def metric_as_number(value: Any) -> float:
-    """Convert a metric to a float, after detaching a tensor.
+    """Convert a metric to a float. Detach it first if it is a tensor.
 
     Raises:
         TypeError: The value is not a number.

@@ -26,9 +26,9 @@ logger = logging.getLogger("protocols.misuse")
 #: Warnings that this process has logged.
 _warned: Final[set[str]] = set()
 
-#: Words in variable names, with whether a larger value of the variable is better.
+#: Words in variable names, mapped to whether a larger value of the variable is better.
 _DIRECTIONS: Final = {"loss": False, "losses": False, "acc": True, "accuracy": True, "reward": True, "rewards": True}
-#: Words in the names of variables that contain a negated value.
+#: Words that, in a variable's name, indicate a negated value.
 _SIGNS: Final = frozenset({"neg", "negative", "negated", "minus", "inverse", "inverted"})
 #: Method names, and words in variable names, that do not change a value's meaning or sign.
 _CONVERSIONS: Final = frozenset({"avg", "cpu", "detach", "double", "float", "item", "mean", "sum", "value"})
@@ -56,7 +56,7 @@ def line_of_caller() -> tuple[str, int]:
 
 
 def check_evaluates(**metrics: object) -> None:
-    """Raise TypeError if a metric for a policy that evaluates trial weights is not callable."""
+    """Raise TypeError if a metric is not callable although the policy evaluates trial weights."""
     for name, given in metrics.items():
         if given is not None and not callable(given):
             raise TypeError(
@@ -67,7 +67,7 @@ def check_evaluates(**metrics: object) -> None:
 
 
 def refuse_entry(kind: str, stage: str) -> NoReturn:
-    """Raise the error for a policy of class ``kind`` that is entered while it is being started, or again."""
+    """Raise the error for a policy of class ``kind`` that is entered again, or while it is being started."""
     if stage == "starting":
         raise BusyError(
             f"this {kind} is already being started, by another task or by a cancelled start that still waits for the "
@@ -112,7 +112,7 @@ def refuse_call(call: str, kind: str, stage: str, *, is_stepping: bool) -> NoRet
 
 
 def warn_if_unlaunched(world: World, *, is_alone: bool) -> None:
-    """Warn once that nothing is averaged, if this process is the only rank because no launcher has started it."""
+    """If this process is the only rank because no launcher has started it, warn once that nothing is averaged."""
     if is_alone and world.warns_if_alone and multiprocessing.parent_process() is None and "alone" not in _warned:
         _warned.add("alone")
         is_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0]
@@ -123,7 +123,7 @@ def warn_if_unlaunched(world: World, *, is_alone: bool) -> None:
 
 
 def warn_of_no_step(first_call: tuple[str, int], step: UnawaitedStep | None) -> None:
-    """Warn that ``step`` was never awaited, at the line of its first call. Close it, so that Python does not warn."""
+    """Warn that ``step`` was never awaited, at the line of its first call. Prevent Python's own warning."""
     if step is not None:
         step.close()
     text = "no step() of this policy was awaited, so nothing was averaged: write await policy.step(...)"
@@ -139,13 +139,14 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
     """
 
     def __init__(self, step: Coroutine[Any, Any, StepInfo], last: UnawaitedStep | None, call: tuple[str, int]) -> None:
-        """Wrap ``step``, and count the steps without ``await`` since ``last``.
+        """Wrap ``step``, and count the unawaited steps in a row, up to ``last``.
 
         Args:
             call: File and line of the first call of ``step``.
 
         Raises:
-            TypeError: The two steps before were not awaited. One is allowed: an error may have prevented its await.
+            TypeError: The previous two steps were not awaited. One such step is allowed, because an error may have
+                prevented its await.
         """
         self._step = step
         self._is_used = False
@@ -185,7 +186,7 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
     def __getattr__(self, name: str) -> Any:
         if name in StepInfo.__dataclass_fields__:
             raise self._refusal()
-        return getattr(self._step, name)  # such as the frame and name, for code that inspects tasks
+        return getattr(self._step, name)  # the frame, the name and others, for code that inspects tasks
 
     def _refusal(self) -> TypeError:
         self.close()  # prevents Python's warning, which lacks the user's line
@@ -193,9 +194,9 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
 
 
 def warn_of_first_weights(marks: Sequence[int]) -> None:
-    """Warn that members begin with different weights if ``marks``, their distinct checksums, has several entries.
+    """If ``marks``, the members' distinct checksums, has several entries, warn that the initial weights differ.
 
-    Negative marks are not checksums: they belong to members that continue a training (:meth:`PendingRounds.mark`).
+    Negative marks are not checksums: they belong to members that resume training (:meth:`PendingRounds.mark`).
     """
     if len(marks) > 1 and min(marks) >= 0:
         logger.warning(
@@ -232,7 +233,7 @@ def warn_of_opposite_metric(metric_mode: str) -> None:
 
 
 def _frame_of_user() -> FrameType | None:
-    """Return the frame of the user's code that called ``step``, which is outside asyncdist and asyncio."""
+    """Return the frame of the user's code that called ``step``: the innermost frame outside asyncdist and asyncio."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
@@ -240,7 +241,7 @@ def _frame_of_user() -> FrameType | None:
 
 
 def _call_in(frame: FrameType) -> ast.Call | None:
-    """Return the syntax tree of the call that ``frame`` is executing, or None without its source code."""
+    """Return the syntax tree of the call that ``frame`` is executing, or None if its source code is not available."""
     position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     if position is None:
         return None
@@ -261,7 +262,7 @@ def _call_in(frame: FrameType) -> ast.Call | None:
 
 
 def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
-    """Return the metric in a call of a policy or of its ``step``, preceded by "loss", "score" or ""."""
+    """Return "loss", "score" or "", and the metric, from a call of a policy or of its ``step``."""
     for given in call.keywords:
         if given.arg in ("loss", "score"):
             return given.arg, given.value

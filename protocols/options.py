@@ -28,7 +28,7 @@ Parameters: TypeAlias = Literal["all", "trainable"]
 ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
 #: Whether the optimizer's state is kept or cleared when weights are replaced.
 OptimizerState: TypeAlias = Literal["keep", "reset"]
-#: Maximum length of a policy's name. One message contains all values on which the members agree.
+#: Maximum length of a policy's name, because one message contains all values on which the members agree.
 _NAME_LENGTH_MAX: Final = 200
 
 _MEMBERS: Final = "members and timeouts"
@@ -64,7 +64,7 @@ class AverageAllOptions(MemberOptions, total=False):
 
 
 class ReplacementOptions(TypedDict, total=False):
-    """Options for choosing the replaced ranks and their new weights, which torchgfn's policy also has."""
+    """Options for choosing the replaced ranks and their new weights. torchgfn's policy has them too."""
 
     replacement_ratio: float
     averaging_strategy: AveragingStrategy

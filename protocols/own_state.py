@@ -1,4 +1,4 @@
-"""Checks whether a rank's state may be sent to other ranks, replaces its weights, and reports the replacement.
+"""Checks whether a rank's state may be sent to other ranks, replaces the rank's weights, and reports this to the user.
 
 A replaced rank keeps a share of its own weights (``momentum``) and its optimizer's state only if they are finite. NaN
 moments in Adam, for example, would make the new weights NaN in the next step.
@@ -33,7 +33,7 @@ class NewWeights:
         best: Donor whose integer and bool entries are copied; -1 for fresh weights.
         versions: Version of each donor's snapshot, if snapshots are published; otherwise empty.
         average: Mean of the donors' states; None for fresh weights.
-        began_at: Time at which the rank was assigned as a replacer, or decided to replace its weights.
+        began_at: Time at which the rank became a replacer, or decided to replace its weights.
         route: Route of the donors' weights, ``"direct"`` or ``"sharded"``, or "".
     """
 
@@ -109,13 +109,13 @@ class OwnState:
                 set_random_states(states)
 
     def begin(self) -> None:
-        """Record, at the policy's start, which infinite values belong to the model, such as in masks."""
+        """At the policy's start, record the infinite values that belong to the model, such as those in masks."""
         self._infinities = KnownInfinities(self.flat)
 
     def can_be_sent(self, snapshot: FlatBuffers) -> bool:
         """Return whether a snapshot may be sent to other ranks, i.e. has no unexpected NaN or infinity.
 
-        The first unsound snapshot is logged with the name of an entry.
+        For the first snapshot that may not be sent, the name of such an entry is logged.
         """
         self._weights.look()
         name = self._infinities.unsound_entry(snapshot)
@@ -133,7 +133,7 @@ class OwnState:
         return self._infinities.unsound_entry(mean)
 
     def describe_nonfinite(self) -> str:
-        """Describe non-finite values in the state that this rank would keep with an average, or return ""."""
+        """Describe the non-finite values in the state that this rank would keep after an average, or return ""."""
         keeps_state = not self._resets_optimizer and bool(self._weights.optimizer.state)
         if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
             return f"{name!r} was not finite"
@@ -154,8 +154,8 @@ class OwnState:
         If this rank's state was not finite, momentum is ignored and the optimizer's state is reset.
 
         Args:
-            nonfinite: Result of :meth:`describe_nonfinite` on a rank of this replica; None to call it now.
-            momentum: Share of the own weights; None for the value of the option.
+            nonfinite: Result of :meth:`describe_nonfinite` on a rank of this replica; None to call that method now.
+            momentum: Share of this rank's own weights in the new weights; None to use the option's value.
         """
         recovered = ""
         if new.donors:
@@ -189,14 +189,14 @@ class OwnState:
         )
 
     def note_time(self, name: str, duration_s: float) -> None:
-        """Append a duration in seconds to the list of ``name`` in the user's ``timing`` dict, if there is one."""
+        """Append a duration in seconds to the list ``name`` in the user's ``timing`` dict, if there is one."""
         if self._timing is not None:
             self._timing.setdefault(name, []).append(duration_s)
 
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0, has_new_state: bool = False) -> None:
         """Write weights into the model, and update the copies of weights in the optimizer's state.
 
-        If ``has_new_state``, the optimizer's state was already replaced, and belongs to the weights.
+        If ``has_new_state``, the optimizer's state was already replaced, and belongs to the new weights.
         """
         with self._weights.following(has_new_state=has_new_state):
             self.flat.load(buffers, momentum=momentum)

@@ -1,4 +1,4 @@
-"""Base class of all policies, async context managers around a training loop whose ``step`` may change the weights.
+"""Base class of all policies: async context managers around a training loop, with a ``step`` that may change weights.
 
 :class:`SpawnPolicy` implements the checks before each step, the iteration count, and the joint start, in which the
 members compare their policies. Subclasses implement the step.
@@ -55,14 +55,14 @@ from asyncdist.tensors.model_cache import TrainedModels
 from asyncdist.tensors.optimizers.recognition import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 
-#: "evaluating" is the stage of an open policy whose model temporarily contains other weights than its own.
+#: "evaluating" is the stage of an open policy whose model temporarily contains weights other than its own.
 _Stage: TypeAlias = Literal["new", "starting", "open", "evaluating", "closed"]
 
-#: Name of the agreement between the members, and a reserved coordinator, at the start of a policy.
+#: Name of the agreement that the members, and a reserved coordinator if there is one, reach at a policy's start.
 START: Final = "the start of a policy"
 #: Version of the format of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
-_LATER_ENTRIES: Final = frozenset(("schedule",))  # entries that states of earlier checkouts lack
+_LATER_ENTRIES: Final = frozenset(("schedule",))  # entries that states saved by earlier versions lack
 
 
 @with_options(MeasuredOptions, CommonOptions)
@@ -78,8 +78,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     Attributes:
         optimizer: Current optimizer. Assign a different optimizer to train the model with it from now on.
-        is_alone: Whether this rank is the only participant, known after the start. The policy then averages nothing.
-        begins_again: Whether memory ran out in an earlier policy. Set it before the start, equally on all members.
+        is_alone: Whether this rank is the only participant, so that the policy averages nothing. Known after the start.
+        begins_again: Whether memory ran out in an earlier policy. Set it before the start, to the same value on all
+            members.
         has_loaded: Whether :meth:`load_state_dict` has been called.
 
     Raises:
@@ -87,7 +88,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether the policy calls the metric while the model contains trial weights, so that it must be callable.
+    #: Whether the policy calls the metric while the model contains trial weights. The metric must then be callable.
     calls_metric: ClassVar[bool] = False
     #: Whether a restarted rank may join the running policy, and a policy on all ranks may start without lost ranks.
     admits_restarted: bool = False
@@ -111,12 +112,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.start_number = 0  # equal on all ranks that train together; different for each start
         self._call_count = 0  # steps in this process; `iteration` includes those before a restart
         self._is_due = False  # whether an average is due in the current step
-        self._is_unawaited = True  # whether step was never called, or last without await
+        self._is_unawaited = True  # whether step was never called, or its last call was not awaited
         self._first_call: tuple[str, int] | None = None
         self._unawaited: UnawaitedStep | None = None  # the first step, and the last one after an unawaited step
         self._journal = Journal(own.name, type(self).__name__)
         self._metric, self._metric_mode = own.metric, own.metric_mode
-        self._limit: tuple[str, float | None] = ("threshold", None)  # an option in the metric's unit, with its value
+        self._limit: tuple[str, float | None] = ("threshold", None)  # name and value of an option in the metric's unit
         states = AveragedStates(model, None if resets_optimizer else optimizer)
         self._flat = FlatState(  # raises TypeError if model is not a module
             model, takes_shards=self.keeps_replicas, trained_only=own.parameters == "trainable", states=states
@@ -154,7 +155,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             TypeError, ValueError: The object is not an optimizer of this model, or only one of the old and new
                 optimizers is schedule-free.
         """
-        if optimizer is not self.optimizer:  # otherwise, keep what the policy knows of it, such as its scheduler
+        if optimizer is not self.optimizer:  # otherwise, keep what is known of it, such as its scheduler
             self._change_optimizer(optimizer)
 
     async def __aenter__(self) -> Self:
@@ -317,7 +318,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self._guarded_step(local_metric)
 
     def note_direction(self) -> None:
-        """Record that ``metric_mode`` certainly is the metrics' direction, so that no warning is needed."""
+        """Record that ``metric_mode`` is known to be the metrics' direction, so that no warning is needed."""
         self._journal.is_direction_named = True
 
     def note_call(self, line: tuple[str, int]) -> None:
@@ -332,7 +333,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if self._stage == "new":  # raised here, because some code never awaits the coroutine
             self._refuse()
         self._first_call = line
-        if not self._world.is_simulated:  # a variable may have referred to the earlier policy until this one was open
+        if not self._world.is_simulated:  # until now, a variable may have referred to an ended policy
             free_ended(is_last=True)
         if self.takes_metric and self._stage == "open" and self._group.index == 0:
             warn_of_opposite_metric(self._metric_mode)
@@ -358,7 +359,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return given, is_opposite
 
     async def _guarded_step(self, local_metric: MetricSource, is_due: bool | None = None) -> StepInfo:
-        """Perform a step, if it is allowed now. A caller that knows whether an average is due passes ``is_due``."""
+        """Perform a step if one is allowed now. A caller that knows whether an average is due passes ``is_due``."""
         self._is_unawaited = False
         if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
             self._refuse()
@@ -425,8 +426,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Continue from the :meth:`state_dict` of a policy of the same class. Call this before ``async with``.
 
         Raises:
-            LocalProtocolError: The policy was entered before.
-            ValueError: The state has a different class or version, lacks an entry, or is damaged.
+            LocalProtocolError: The policy has already been entered.
+            ValueError: The state belongs to another class or version, lacks an entry, or is damaged.
         """
         if self._stage != "new":
             raise LocalProtocolError(
@@ -470,10 +471,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> bool:
-        """Count a step, before its first await, and return whether the policy has work in it.
+        """Count a step, before its first await, and return whether the policy has work to do in it.
 
-        Called once in each step. If the result is False, no request has completed and no other task can run,
-        :meth:`_step` is not called. A policy overrides both methods together.
+        Called once in each step. :meth:`_step` is not called if the result is False, no request has completed, and no
+        other task can run. A policy overrides both methods together.
         """
         return True
 
@@ -505,13 +506,13 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._weights.change(optimizer)
 
     def take_optimizer_of(self, other: SpawnPolicy) -> None:
-        """Train the model with the optimizer of ``other``, a policy on this model that was not entered."""
+        """From now on, use the optimizer of ``other``, a policy for the same model that was never entered."""
         self.optimizer = other.optimizer
 
     def take_model_of(self, other: SpawnPolicy) -> bool:
-        """Use the model and optimizer of ``other``, a policy that was not entered, from now on.
+        """From now on, use the model and optimizer of ``other``, a policy that was never entered.
 
-        Returns False, without a change, if the models' layouts differ or :meth:`_can_begin_again` forbids it.
+        Return False and change nothing if the models' layouts differ or :meth:`_can_begin_again` forbids it.
         """
         if not self.has_layout_of(other) or not self._can_begin_again():
             return False
@@ -548,7 +549,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return number
 
     def _read_new_metric(self, given: MetricSource) -> float | None:
-        """Return the metric of a due step, or None without a new measurement."""
+        """Return the metric of a due step, or None if there is no new measurement."""
         value, is_new = (given, True) if type(given) is float else measured(self._metric if given is None else given)
         return self._read_metric(value) if is_new else None
 
@@ -581,7 +582,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return dataclasses.replace(agreed, values=values)
 
     def _start_mark(self) -> int | None:
-        """Return a checksum (>= 0) of the initial weights, or None if they are trained already or not averaged."""
+        """Return a checksum (>= 0) of the initial weights, or None if they are already trained, or are not averaged."""
         was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
         is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None
@@ -591,7 +592,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return True
 
     def _check_not_evaluating(self, call: str) -> None:
-        """Raise BusyError if the model temporarily contains other weights than its own."""
+        """Raise BusyError if the model temporarily contains weights other than its own."""
         if self._stage == "evaluating":
             self._refuse(call)
 

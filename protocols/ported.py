@@ -34,7 +34,7 @@ class Ported(SpawnPolicy):
         group: Any = None,
         expose_params: bool | None = None,
     ) -> Coroutine[Any, Any, tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]]:
-        """Do a :meth:`step` with torchgfn's arguments and the caller's own iteration number.
+        """Perform a :meth:`step` with torchgfn's arguments and the caller's own iteration number.
 
         Args:
             iteration: Integer (int, numpy integer or 0-d tensor) that decides which calls are due. It may restart in

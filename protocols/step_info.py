@@ -24,11 +24,11 @@ class StepInfo:
         averaged_this_iteration: Whether the weights have changed.
         round: Number of the round that changed the weights or was abandoned; 0 if there was none.
         donors: Ranks whose weights were averaged, ascending.
-        weights: Weights of the donors, with sum 1.
+        weights: Weights of the donors in the average; their sum is 1.
         staleness_steps: Age of the oldest snapshot in steps: this rank's iteration minus the donor's, at least 0.
         seconds: Seconds from this rank's assignment as a replacer until its new weights were in place.
-        nbytes: Number of bytes received for the average, without bytes received as a reducer.
-        abandoned: Reason for which this rank's replacement was abandoned, or "".
+        nbytes: Number of bytes received for the average, excluding bytes received as a reducer.
+        abandoned: Reason why this rank's replacement was abandoned, or "".
         recovered: Description of this rank's non-finite state, or "". If the state was not finite, momentum was ignored
             and the optimizer's state was reset.
         coordinator: Rank that coordinated the round; -1 without a coordinator.
@@ -39,7 +39,7 @@ class StepInfo:
         wire_nbytes: Encoded size in bytes of this rank's contribution to the average; 0 without codecs.
         outer_norm: L2 norm of the mean difference, the outer optimizer's gradient; None without such an optimizer.
         cosine: Mean cosine between two ranks' differences, near 0 if the ranks learn different things; None if unknown.
-        unencoded_nbytes: Size in bytes of the same contribution with ``wire="float32"``.
+        unencoded_nbytes: Size in bytes that this rank's contribution would have with ``wire="float32"``.
         waited_s: Seconds for which this step waited for the average.
         fragment_count: Number of the policy's fragments.
         version: Number of averages of this fragment, including this average; -1 if not counted.
@@ -47,9 +47,10 @@ class StepInfo:
             computed; None if not counted.
         left_out: Members whose contributions were not averaged, ascending, because they arrived too late, were not
             finite, or were judged harmful.
-        grace_s: Seconds that the leader has waited for further contributions after the quorum.
+        grace_s: Seconds that the leader waited for further contributions after the quorum.
         gains: Gain of each donor's contribution on held-out data; empty if not measured.
-        hyperparameters: New hyperparameters of this rank, by name, if they were replaced with the weights; else empty.
+        hyperparameters: New hyperparameters of this rank, by name, if they were replaced along with the weights; else
+            empty.
         inherited: The donor's hyperparameters, from which the new hyperparameters were made; else empty.
         parts: Result of each average, in the order of rounds, if the step has applied several; else empty. The other
             attributes then summarise these averages (see :func:`together`).
@@ -126,7 +127,7 @@ NOTHING = StepInfo()
 
 
 def together(infos: Sequence[StepInfo]) -> StepInfo:
-    """Return one result that summarises the rounds, at least one, that end in one step.
+    """Return one result that summarises the rounds that end in one step. There must be at least one.
 
     Sizes and durations are sums, the staleness is the largest, and the outer norm is the norm of all fragments. The
     round, its donors and their weights describe the last average, or the last round if all rounds were abandoned. The
@@ -204,7 +205,7 @@ class AverageApplied:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """Reports, inside ``step``, that this rank has made its contribution to an averaging round.
+    """Reports, inside ``step``, that this rank has contributed to an averaging round.
 
     :class:`AverageApplied` of the same round follows, unless the policy ends first.
 
@@ -216,7 +217,7 @@ class Contributed:
         norm: L2 norm of the contribution. If it is NaN or infinite, because this rank's weights were not finite, the
             contribution is left out.
         wire_nbytes: Encoded size of the contribution in bytes.
-        unencoded_nbytes: Size of the contribution in bytes with ``wire="float32"``.
+        unencoded_nbytes: Size in bytes that the contribution would have with ``wire="float32"``.
     """
 
     round: int
@@ -269,7 +270,7 @@ class RoundAbandoned:
     """Reports that this rank has abandoned its role in an averaging round.
 
     Attributes:
-        reason: Reason for which the replacer keeps its weights, or the donor sends no snapshot.
+        reason: Reason why the replacer keeps its weights, or the donor sends no snapshot.
         island: Number of the round's island; -1 for this rank's own island, or without islands.
     """
 
@@ -319,7 +320,7 @@ class UserEvents:
             self._pending.append(event)
 
     def deliver(self) -> None:
-        """Call ``on_event`` for all stored events. If it raises, the next step continues with the next event."""
+        """Call ``on_event`` for all stored events. If a call raises, the next step continues with the next event."""
         while self._pending:
             self.deliver_now(self._pending.popleft())
 

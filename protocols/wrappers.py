@@ -1,7 +1,8 @@
-"""Finds DDP and FSDP wrappers around a model, which conflict with most policies.
+"""Finds DDP and FSDP wrappers around a model. They conflict with most policies.
 
 DDP assumes equal weights on all ranks, and FSDP stores a part of each weight on each rank. A policy that changed one
-rank's weights would break both without an error. A wrapper is allowed only around exactly the ranks of one replica.
+rank's weights would break both without an error. A wrapper is allowed only if its ranks are exactly those of one
+replica.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) ->
 
     Other wrappers around the model, such as a trainer's FullyShardedDataParallel, are refused.
 
-    If torch.distributed numbers ranks differently, as with one process group per replica, only the number of ranks is
-    compared.
+    If torch.distributed numbers the ranks differently, as with one process group per replica, only the number of ranks
+    is compared.
     """
 
     def check(wrapper: nn.Module) -> None:
@@ -119,7 +120,7 @@ def _check_wrappers_around(model: nn.Module, check: Callable[[nn.Module], None])
     own = set(map(id, model.modules()))
     if _are_accepted(own, check):
         return
-    gc.collect()  # the refused wrapper may be unreachable
+    gc.collect()  # the refused wrapper may be an unreachable object
     for wrapper in _search(own):
         check(wrapper)
 

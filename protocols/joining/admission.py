@@ -5,9 +5,9 @@ A newcomer finds the policy through the dispatcher that all policies of a rank s
 the same moment. The newcomer's first round is therefore the round after this state. Newcomers are admitted one at a
 time.
 
-If replicas have several ranks, a restarted replica is admitted as a whole, when all its ranks wait. Each of its ranks
-gets the state of its counterpart in the leader's replica. The ranks of that replica copy their states at the end of the
-same step.
+If replicas have several ranks, a restarted replica is admitted as a whole, once all its ranks are waiting. Each of its
+ranks gets the state of its counterpart in the leader's replica. The ranks of that replica copy their states at the end
+of the same step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Admission:
         self._requests: dict[int, Request] = {}  # by rank: newest request, answered if this rank becomes the leader
         self._applicants: dict[int, tuple[int, int]] = {}  # by rank to admit: number of restarts, and attempt
         self._waiting: dict[int, tuple[int, int]] = {}  # by rank with open channels: number of restarts, and attempt
-        # By rank that waits: rank and incarnation of each rank of its replica that does not become a member itself.
+        # By waiting rank: rank and incarnation of each rank of its replica that does not become a member itself.
         self._followers: dict[int, tuple[tuple[int, int], ...]] = {}
         self._has_declined = False  # whether the leader that this restarted rank has asked has left
         membership.call_when_leading(self._answer_kept)
@@ -70,11 +70,11 @@ class Admission:
 
     @property
     def is_asked(self) -> bool:
-        """True if this rank leads the policy, and can now admit a restarted rank that waits."""
+        """True if this rank leads the policy, and can now admit a restarted rank that is waiting."""
         return bool(self._applicants) and self._membership.can_admit and bool(self._next())
 
     def _next(self) -> list[tuple[int, int, int]]:
-        """Return the rank, incarnation and attempt of each rank of the next restarted replica whose ranks all wait."""
+        """Return the rank, incarnation and attempt of each rank of the next replica of which all ranks are waiting."""
         found, waiting = self._applicants, self._waiting
         for ranks in map(self._membership.member_ranks, sorted(found)):
             are_waiting = all(rank in found and waiting.get(rank) == found[rank] for rank in ranks)
@@ -83,9 +83,9 @@ class Admission:
         return []
 
     def admit(self, state: Callable[[], Mapping[str, Any]]) -> int:
-        """Admit the next restarted replica of which no rank is lost. Offer it the present ``state()`` of this rank.
+        """Admit the next restarted replica of which no rank is lost. Offer it this rank's present ``state()``.
 
-        If the state cannot be copied, no rank is admitted. The restarted rank then ends at its timeout. A replica of
+        If the state cannot be copied, no rank is admitted. The restarted rank then fails at its timeout. A replica of
         several ranks has no timeout, so it is admitted, and its requests for the state are answered with an abort.
 
         Returns:
@@ -177,7 +177,7 @@ class Admission:
         return unpacked(data)
 
     def close(self) -> None:
-        """Stop answering requests, and reject the restarted ranks that wait for admission."""
+        """Stop answering requests, and reject the restarted ranks that are waiting for admission."""
         self._dispatcher.close(self._scopes.policy)
         for rank in self._applicants.keys() - self._services.gone:
             self._dispatcher.send(Declined(self._scopes.policy), rank)
@@ -204,7 +204,7 @@ class Admission:
     def _answer_kept(self) -> None:
         """Answer the admission requests that arrived before this rank became the leader.
 
-        Otherwise, the restarted ranks would repeat them only after some time.
+        Without these answers, the restarted ranks would repeat their requests only after some time.
         """
         requests, self._requests = self._requests, {}
         for rank, request in requests.items():

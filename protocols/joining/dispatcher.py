@@ -2,8 +2,8 @@
 
 All policies of a rank share one channel for these messages. The rank also answers messages about policies that it has
 left. A restarted rank (a *newcomer*) sends its request for admission to all live ranks until it is admitted, since the
-coordinator may change. The coordinator compares class, name, model and options. It answers with the scopes (channel
-numbers) for messages between newcomer and members.
+coordinator may change. The coordinator compares the newcomer's policy (class, name, model and options) with its own. It
+answers with the scopes (channel numbers) for messages between the newcomer and the members.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class NotMember:
-    """Answer to an admission request: the sender also waits for admission or, if ``has_ended``, has left the policy."""
+    """Answer to an admission request: the sender also awaits admission or, if ``has_ended``, has left the policy."""
 
     key: int
     has_ended: bool
@@ -315,7 +315,7 @@ class PolicyDispatcher:
         Args:
             policy: Number of the policy, or the number that the policies of all islands share.
             key: Key of admission requests to the policy, or None if the policy accepts no requests.
-            on_request: Function that handles a request. Returns whether the request may still be granted.
+            on_request: Function that handles a request, and returns whether the request may still be granted.
         """
         self._policies[policy] = handler
         if key is not None:
@@ -330,11 +330,11 @@ class PolicyDispatcher:
             del self._left[next(iter(self._left))]
 
     def newest_left(self, key: int) -> int:
-        """Return the number of the newest policy with this request key that this rank has left, or 0 without one."""
+        """Return the number of the newest policy with this request key that this rank has left, or 0."""
         return next((policy for policy in reversed(self._left) if self._left[policy] == key), 0)
 
     def leave(self, policy: int) -> None:
-        """Record that this rank is no longer a member of a policy. It may still coordinate it until :meth:`close`."""
+        """Record that this rank is no longer a member of a policy. It may still coordinate until :meth:`close`."""
         self._serving.add(policy)
 
     @contextlib.contextmanager

@@ -2,9 +2,9 @@
 
 The leader is the first member that is not lost and has not left. If the leader is lost, the next member leads. Messages
 between two ranks arrive in order, so a new leader and its members need no agreement about the succession. A leader may
-also *abdicate*: the next member then leads. A member that has abdicated leads again only if all members that have
-abdicated less often cannot lead. The resulting leader does not depend on the order in which messages of several
-abdicating leaders arrive.
+also *abdicate*: the next member then leads. A member that has abdicated leads again only if no member that has
+abdicated less often can lead. The resulting leader does not depend on the order in which messages of several abdicating
+leaders arrive.
 
 The leader admits restarted ranks (*newcomers*) one at a time. It copies its whole state at the moment when the newcomer
 becomes a member. The newcomer gets this state when all other members count it as a member. If the leader is lost, the
@@ -12,7 +12,7 @@ next leader therefore knows every newcomer that has a state. Other newcomers rep
 (:mod:`protocols.joining.admission`). The ranks of a restarted replica are admitted at the same moment, and each of them
 gets the state of its counterpart in the leader's replica.
 
-Before the members save their states, they can wait for each other (:meth:`Membership.settle`). No member makes a step
+Before the members save their states, they can wait for each other (:meth:`Membership.settle`). No member takes a step
 during this wait, so the saved states are consistent.
 """
 
@@ -63,7 +63,7 @@ class MembershipListener(Protocol):
         """As the leader, treat a restarted rank as a member from now on, because it receives this rank's state."""
 
     def on_settling(self) -> None:
-        """As the leader, handle a change of the members that wait between two steps (:attr:`Membership.settling`)."""
+        """As the leader, handle a change of the members waiting between two steps (:attr:`Membership.settling`)."""
 
 
 class Membership:
@@ -72,7 +72,7 @@ class Membership:
     Args:
         members: Members in the order in which they may lead, including this rank.
         known: All ranks that may become members; by default the members.
-        replaced: Members that were lost or restarted before this rank has opened the membership.
+        replaced: Members that were lost or restarted before this rank opened the membership.
         admitted: Number of restarts of each restarted member.
         leader: Rank that has answered this rank's admission request if this rank was restarted; otherwise None.
         attempt: Number of this restarted rank's attempt to join; 0 on an initial member.
@@ -102,7 +102,7 @@ class Membership:
         self._services = services
         self._scope = wire.scope_of((), f"membership of policy {scopes.policy}", 0)
         self._order = list(members)  # members in the order in which they may lead, newcomers last
-        self._abdications: Counter[int] = Counter()  # by rank: number of abdications since the last admission
+        self._abdications: Counter[int] = Counter()  # by rank: number of abdications since the last admission of a rank
         # By rank: last incarnation and attempt of members that were restarted, and of members that have left.
         self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
         self._left: dict[int, tuple[int, int]] = {}
@@ -122,7 +122,7 @@ class Membership:
         self._settling = Settling(0)  # this member's last call of settle()
         self._settled = Settled(0)  # the leader's last Settled message
         self._settlings: dict[int, Settling] = {}  # on the leader: last call of settle() by rank
-        self._resumed: set[int] = set()  # on the leader: members that have made a step since this call
+        self._resumed: set[int] = set()  # on the leader: members that have taken a step since this call
         self._is_closed = False
         self._early: list[Envelope[MembershipMessage]] | None = []  # messages received before open(); None afterwards
         self._channel: PolicyChannel[MembershipMessage]
@@ -137,7 +137,7 @@ class Membership:
         self.admission = 0
 
     def open(self, listener: MembershipListener) -> None:
-        """Start to track the members, and to notify ``listener`` of changes among them."""
+        """Start tracking the members, and notify ``listener`` of changes among them."""
         services = self._services
         self._listener = listener
         self._channel = PolicyChannel(services, MembershipMessage, scope=self._scope, name="membership", listener=self)
@@ -222,7 +222,7 @@ class Membership:
             progress: Counters that grow with this member's steps.
 
         Returns:
-            The smallest value of each counter among the members. ``progress`` if not all members have called this
+            The smallest value of each counter among the members, or ``progress`` if not all members have called this
             method.
         """
         if self._is_closed:
@@ -237,12 +237,12 @@ class Membership:
 
     @property
     def settling(self) -> set[int]:
-        """On the leader: members that wait in :meth:`settle` and therefore make no step."""
+        """On the leader: members that are waiting in :meth:`settle` and therefore take no step."""
         waiting = {rank for rank in self.living if self._settle_count_of(rank) > self._settled.count}
         return waiting - self._resumed
 
     def note_resumed(self, rank: int) -> None:
-        """On the leader, record that a member makes steps again, even if not all members have called :meth:`settle`."""
+        """On the leader, record that a member takes steps again, even if not all members have called :meth:`settle`."""
         self._resumed.add(rank)
 
     def _settle_count_of(self, rank: int) -> int:
@@ -302,7 +302,7 @@ class Membership:
         on_end: Callable[[], None],
         followers: Sequence[tuple[int, int]] = (),
     ) -> int:
-        """Admit a restarted rank, or all ranks of a restarted replica. Return the number of the state to offer.
+        """Admit a restarted rank, or all ranks of a restarted replica. Return the number with which to offer the state.
 
         Args:
             newcomers: Rank, number of restarts, and number of the attempt to join, of each rank.
@@ -330,7 +330,7 @@ class Membership:
         return self._admission_count
 
     def _note_confirmed(self, member: int) -> None:
-        """Record that ``member`` has confirmed the admission in progress. Continue it when all members have done so."""
+        """Record that ``member`` has confirmed the admission in progress. Continue when all members have."""
         if not self._newcomers:
             return
         ranks = {rank for rank, *_ in self._newcomers}
@@ -354,7 +354,7 @@ class Membership:
         """Wait for the leader's message about admission ``number``. Return False if a rank of the replica is lost.
 
         The leader ends no averaging round between this message and the newcomers' answers. The ranks of its replica
-        therefore have the means of the same rounds as the leader had when it copied its state.
+        have therefore applied the means of the same rounds as the leader had when it copied its state.
         """
         wait = WaitId(WaitKind.POLICY_ADMISSION)
         await self._services.engine.until(lambda: self.admission >= number or self.is_broken, wait)
@@ -447,7 +447,7 @@ class Membership:
             self._follow_next()
 
     def _note_not_welcomed(self, rank: int, incarnation: int, attempt: float) -> None:
-        """Stop waiting for a restarted rank that is lost or has left before its admission, unless it asked again."""
+        """Stop waiting for a restarted rank that was lost or left before its admission, unless it has asked again."""
         if rank in self._welcomed and self._welcomed[rank] <= (incarnation, attempt):
             del self._welcomed[rank]
 
@@ -480,7 +480,7 @@ class Membership:
         self._follow_next()
 
     def on_message(self, envelope: Envelope[MembershipMessage]) -> None:
-        """Handle a message of another member."""
+        """Handle a message from another member."""
         message, source = envelope.message, envelope.source
         if self._early is not None:
             self._early.append(envelope)
@@ -546,7 +546,7 @@ class Membership:
         """Count a restarted rank as a member if this rank is connected to the process that the leader has admitted.
 
         The ranks of a restarted replica become members together. If the leader is lost before all members have counted
-        them, they have no state, and ask the next leader.
+        them, these ranks have no state, and ask the next leader.
         """
         members = self.member_ranks(rank)
         is_closed = self._is_closed or any(map(self._has_left, members))

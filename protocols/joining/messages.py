@@ -103,7 +103,7 @@ class Abdicated:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Restarted rank to leader: the sender has opened its channels, and waits for admission.
+    """Restarted rank to leader: the sender has opened its channels, and is waiting for admission.
 
     The leader waits for this message, because messages to closed channels may be lost after a failed attempt. A leader
     that has left answers with `Declined`.
@@ -152,7 +152,7 @@ class AdmissionConfirmed:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """Member to leader: the sender makes no step until all members have called `settle` the same number of times.
+    """Member to leader: the sender takes no step until all members have called `settle` the same number of times.
 
     Attributes:
         count: Number of the sender's `settle` calls.

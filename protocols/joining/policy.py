@@ -1,7 +1,7 @@
 """Base class of policies that restarted ranks can join while the policy runs.
 
-A subclass has a mechanism (such as an exchange of weights) that it opens with the membership. A restarted rank loads
-the leader's whole state: the weights, the optimizer's state, and the policy's own state.
+A subclass has a mechanism (such as an exchange of weights) that it opens together with the membership. A restarted rank
+loads the leader's whole state: the weights, the optimizer's state, and the policy's own state.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from asyncdist.tensors.optimizers.loading import load_named, named_state
 
 logger = logging.getLogger("protocols.joining.policy")
 
-#: Number that a restarted rank sends to the other ranks of its replica if no leader has answered: no policy is running,
-#: or the rank ends with an error.
+#: Number that a restarted rank sends to the other ranks of its replica if no leader has answered, because no policy is
+#: running or the rank is about to raise an error.
 NO_POLICY: Final = -1
 REFUSED: Final = -2
 
@@ -58,7 +58,7 @@ class JoinablePolicy(SpawnPolicy):
 
     @abc.abstractmethod
     def _begin_joined(self) -> None:
-        """Start to take part as a member, after this restarted rank has loaded the leader's state."""
+        """Start taking part as a member, after this restarted rank has loaded the leader's state."""
 
     @abc.abstractmethod
     def _finish_loading(self) -> None:
@@ -116,7 +116,7 @@ class JoinablePolicy(SpawnPolicy):
         was_admitted, self._services.is_admitted = self._services.is_admitted, False
         check_sendable(self.model, self.optimizer)
         values = self._shared_values()
-        # Before any attempt, because a failed one leaves a policy.
+        # Determined before any attempt, because after a failed attempt this rank has left a policy.
         left = self._services.shared(PolicyDispatcher).newest_left(key_of(self._member_ranks(), values))
         attempt = 1
         try:

@@ -24,7 +24,7 @@ logger = logging.getLogger("protocols.joining.policy_channel")
 
 M = TypeVar("M")
 
-#: Bytes of a message in one part. The remaining bytes of the frame are for the other fields of the part.
+#: Maximum number of a message's bytes in one part. The rest of the frame is for the part's other fields.
 PART_NBYTES: Final = wire.PAYLOAD_NBYTES_MAX - 64
 #: Maximum number of parts of a message, which limits the memory that another rank can make this rank use.
 PART_COUNT_MAX: Final = 1024
@@ -55,10 +55,10 @@ class Part:
 
 
 class MessageListener(Protocol[M]):
-    """Interface of objects that handle the messages of other members."""
+    """Interface of objects that handle messages from other members."""
 
     def on_message(self, envelope: Envelope[M], /) -> None:
-        """Handle a message. Called during a polling pass."""
+        """Handle a message. Called while arrived messages are delivered."""
 
 
 class PolicyChannel(Generic[M]):
@@ -89,7 +89,7 @@ class PolicyChannel(Generic[M]):
         )
 
     def post(self, message: M, dest: int, number: int = 0) -> None:
-        """Send a message with the number of a round to ``dest``, unless ``dest`` is lost.
+        """Send a message to ``dest``, with the number of a round, unless ``dest`` is lost.
 
         Raises:
             LocalProtocolError: The message has a field of a wrong type, or needs more than ``PART_COUNT_MAX`` parts.

@@ -91,13 +91,13 @@ class ReplicatedPolicy(JoinablePolicy):
             check_replica_group(self.model, self._replicas.replica_ranks(self._world.rank), self._world)
             facts = self._world, None, self._replicas, self._flat, self._start_timeout_s
             self._replica = await new_replica(*facts)
-            self._services.is_admitted = False  # the new group has set it to True
+            self._services.is_admitted = False  # new_replica() has set it to True
 
     async def _gather_in_replica(self, own: int) -> tuple[int, ...]:
         return (own,) if self._replica is None else await self._replica.gathered(own)
 
     def _is_asked(self) -> bool:
-        """Return whether this rank leads the policy, and can now admit a restarted replica that waits."""
+        """Return whether this rank leads the policy, and can now admit a restarted replica that is waiting."""
         return self._admission is not None and self._admission.is_asked
 
     async def _agree_in_replica(self, replica: ReplicaGroup, own: Readiness) -> Readiness:

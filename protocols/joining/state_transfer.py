@@ -1,8 +1,8 @@
 """Sends a member's optimizer and policy state to a restarted rank, in addition to the weights.
 
 In the step that copies the weights, the sender copies the state into one uint8 tensor. The tensor contains a
-description without code, and then the contents of all tensors. The restarted rank receives two streams: the size, and
-then the state.
+description of the state, without executable code, and then the contents of all tensors. The restarted rank receives two
+streams: the size, and then the state.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _unpacked(data: torch.Tensor) -> Any:
 
 @torch.inference_mode(False)  # the copy is used after the caller's inference mode has ended
 def cloned(node: Any) -> Any:
-    """Return a copy of a tree, whose tensors do not share the memory of a received state."""
+    """Return a copy of a tree. The copy's tensors do not share the memory of a received state."""
     return node.clone() if isinstance(node, torch.Tensor) else _mapped(cloned, node)
 
 

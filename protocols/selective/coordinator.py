@@ -1,9 +1,9 @@
 """Runs the task that coordinates the members of a selective-averaging policy.
 
 The task passes the members' messages to a state machine (:mod:`protocols.selective.rounds`), and sends the messages
-that the state machine returns. It runs on the group's first rank, in calls such as ``policy.step`` that let messages
-move, or on a reserved rank that does not train. After its own rank has left the policy, the task continues until the
-last member has left.
+that the state machine returns. It runs on the group's first rank, during calls such as ``policy.step`` that let
+messages move, or on a reserved rank that does not train. After its own rank has left the policy, the task continues
+until the last member has left.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Coordinator:
                     await services.engine.until(self._has_work, WaitId(WaitKind.REPORTS), deadline=deadline)
         except asyncio.CancelledError:
             if is_reserved and services.engine.failure is None:
-                # Notify the members. Otherwise, the donors would wait until their round times out.
+                # Notify the members, because the donors would otherwise wait until their round times out.
                 self._send(core.on_stop())
             raise
         finally:

@@ -1,7 +1,7 @@
 """Runs the coordinator on the coordinating rank, and exchanges the messages that determine a new coordinator.
 
-:mod:`protocols.selective.succession` decides which rank coordinates. This module carries out the decisions. The rank
-may be reserved for :func:`coordinate`, so that it is not a member and does not train.
+:mod:`protocols.selective.succession` decides which rank coordinates. This module carries out the decisions. The
+coordinating rank may be reserved for :func:`coordinate`. It is then not a member, and does not train.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Leadership:
     Args:
         roles: Object that is notified when the coordinator changes and when a restarted rank is admitted. None on a
             reserved coordinator, which is not a member.
-        replaced: Members that were lost while the start was agreed on. Some may have been restarted.
+        replaced: Members that were lost while the ranks agreed on the start. Some may have been restarted since.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Leadership:
         self.report_count = self.nonfinite_count = 0
         self._host = self._reported_call = 0  # set by begin_reports
         self._reported_at = 0.0
-        # By rank: incarnation (number of restarts) of each admitted restarted rank. On a restarted rank, of all
-        # members.
+        # By rank: incarnation (number of restarts) of each admitted restarted rank. A restarted rank stores those of
+        # all members.
         self._admitted: dict[int, int] = {}
         self._replaced = tuple(replaced)
         self._unhandled: list[int] = []  # departed ranks, handled in the event loop's next iteration
@@ -128,13 +128,13 @@ class Leadership:
     def begin(self) -> None:
         """Handle the ranks that were lost or have left since all members agreed to start the policy."""
         absent = sorted({*self._services.gone, *self._replaced})
-        self._unhandled.extend(absent)  # first, so that none becomes a member if this rank takes over
+        self._unhandled.extend(absent)  # set first, so that no such rank becomes a member if this rank takes over
         for rank in absent:
             self._handle_gone(rank)
 
     @property
     def coordinator(self) -> int | None:
-        """Rank of the coordinator as far as known to this rank, or None if the coordinator is lost or has stopped."""
+        """Rank of the coordinator, as far as this rank knows, or None if the coordinator is lost or has stopped."""
         return self._succession.coordinator
 
     @property
@@ -174,7 +174,7 @@ class Leadership:
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
 
     def begin_reports(self, call: int, hostname: str) -> None:
-        """Start to measure step times, as if step ``call - 1`` had just sent a report."""
+        """Start measuring step times, as if step ``call - 1`` had just sent a report."""
         self._host = zlib.crc32(hostname.encode(errors="replace"))
         self._reported_at, self._reported_call = self._services.time(), call - 1
 
@@ -196,8 +196,8 @@ class Leadership:
     def _watches(self, step: int, interval_s: float) -> bool:
         """Return whether this rank's next report must ask the coordinator for an answer.
 
-        Before that, if there is no coordinator, continue to look for one. If the coordinator does not answer, take
-        over.
+        Before that, continue to look for a coordinator if there is none, and take over if the coordinator does not
+        answer.
         """
         if self._succession.coordinator is None:
             self._carry_out(self._succession.on_cadence())

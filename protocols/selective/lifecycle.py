@@ -35,11 +35,11 @@ class Round:
     """A coordinator's record of the averaging round in progress.
 
     Attributes:
-        judged: Report on which the decision is based, by rank with a role in the round.
+        judged: Report on which the decision is based, for each rank with a role in the round.
         waiting_donors, waiting_replacers: Donors and replacers whose answers have not arrived.
         reducers: Reducers assigned at the start. Empty on the direct route.
-        sources: Rank from which each part is requested, by replacer that shares parts on its host.
-        ready: Iteration of the snapshot, by donor that is ready.
+        sources: For each replacer that shares parts on its host, the rank from which it requests each part.
+        ready: Iteration of each ready donor's snapshot, by donor.
         released: Ranks to which an `End` was sent.
     """
 
@@ -99,12 +99,12 @@ class Round:
     def timeouts_s(self, round_timeout_s: float, stream_safe_points: int) -> dict[int, float]:
         """Return the timeout of each rank that adopts the average, in seconds from its receipt of `Frozen`.
 
-        The timeout is `round_timeout_s` plus the duration of the steps that messages wait for in the worst case. On the
-        direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each donor reads the
-        request in its next step, and the stream takes `stream_safe_points` steps of both ranks. Applying the average
-        takes one more step.
+        The timeout is `round_timeout_s` plus the duration of the steps for which messages wait in the worst case. On
+        the direct route, a replacer requests the snapshots from the donors in turn, after the freeze. Each donor reads
+        the request in its next step, and the stream takes `stream_safe_points` steps of both ranks. Applying the
+        average takes one more step.
 
-        A newcomer also receives the size of the donor's optimizer and policy state, and then the state itself. It makes
+        A newcomer also receives the size of the donor's optimizer and policy state, and then the state itself. It takes
         no steps of its own. If the donors have offered their state, each replacer receives it in the same way, between
         its steps.
 
@@ -158,7 +158,7 @@ class RoundLifecycle:
         self.routes = Counter(direct=0, sharded=0)
 
     def continue_after(self, number: int) -> None:
-        """Give later rounds higher numbers than ``number``, a round of an earlier coordinator."""
+        """Give later rounds numbers above ``number``, the number of an earlier coordinator's round."""
         self._last_number = max(self._last_number, min(number, PLAUSIBLE_ROUND_MAX))
 
     def start(
@@ -238,7 +238,7 @@ class RoundLifecycle:
         return sends
 
     def take_answer(self, rank: int, number: int) -> bool:
-        """Record that a rank has applied its average, even late. Return False if no such message was expected."""
+        """Record that a rank has applied its average, perhaps late. Return False if no such message was expected."""
         state = self.current
         if state is not None and state.number == number and state.frozen and rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)

@@ -3,8 +3,8 @@
 `RoundMember` is a synchronous object without asyncio, torch or a clock, so the same events always give the same
 instructions. Events are messages from the coordinator, steps, and the ends of copies and exchanges.
 `protocols.selective.roles.member_roles` passes each event to the object, and carries out the returned instructions in
-order. Weights are copied and changed only inside a step. `on_step` returns these actions. The coordinator's state
-machine is `protocols.selective.rounds`.
+order. Weights are copied and changed only inside a step. `on_step` returns the actions that do so. The coordinator's
+state machine is `protocols.selective.rounds`.
 
 A member has one role at a time. `TRANSITIONS` lists all changes of its state:
 
@@ -194,7 +194,7 @@ Instructions: TypeAlias = tuple[Instruction, ...]
 
 
 class TakeSnapshot(NamedTuple):
-    """Action inside a step: start to copy this rank's weights, and call `on_copied` when the copy is complete."""
+    """Action inside a step: start copying this rank's weights, and call `on_copied` when the copy is complete."""
 
     round: int
 
@@ -221,7 +221,7 @@ class RoundMember:
             0.
         wants_step: Whether the next step must copy or change weights, or report a failed round. Set when the state
             becomes CHOSEN or COMPLETE (``_become``), and when a round is abandoned (``_discard``).
-        is_joining: Whether this rank was restarted and waits for admission.
+        is_joining: Whether this rank was restarted and is waiting for admission.
         declined: Number of declined roles, by reason.
         abandoned: Number of rounds abandoned as a replacer, by reason.
         unapplied_count: Number of complete averages that were discarded.
@@ -271,7 +271,7 @@ class RoundMember:
         return (*before, *self._reduce(round, assign), RequestSnapshots(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
-        """Begin to add up the donors' snapshots, because the list of the round's donors is now final."""
+        """Start adding up the donors' snapshots, because the list of the round's donors is now final."""
         adds_up: Instructions = ()
         if round and self.reducing == round and not self._adds_up:  # 0 means that there is no round
             self._adds_up = True
@@ -306,7 +306,7 @@ class RoundMember:
         return (EnterEpoch(epoch), *self.on_rejoin(incarnation))
 
     def on_rejoin(self, incarnation: int) -> Instructions:
-        """Send this member's state to a coordinator that lacks it, unless this rank waits for admission."""
+        """Send this member's state to a coordinator that lacks it, unless this rank is waiting for admission."""
         return () if self.is_joining else (self.joined(self.newest, incarnation),)
 
     def joined(self, newest: Report | None, incarnation: int = 0) -> SendToCoordinator:
@@ -375,7 +375,7 @@ class RoundMember:
         return (applied,)
 
     def on_leave(self) -> Instructions:
-        """Start to leave the policy: end all roles, but keep a finished snapshot until its round has ended."""
+        """Start leaving the policy: end all roles, but keep a finished snapshot until its round has ended."""
         if self.state is State.OUT:
             return ()
         instructions: list[Instruction] = []

@@ -72,7 +72,7 @@ class Assign:
         sources: Rank from which to request each part's mean, if replacers on the receiver's host share parts. It is the
             reducer if that is on this host, otherwise the replacer that fetches the part for the host. Empty if each
             part is requested from its reducer.
-        parent: Donor that the receiver copies, or -1 if all donors are for all replacers.
+        parent: Donor that the receiver copies, or -1 if all replacers take a common average.
     """
 
     role: str
@@ -248,10 +248,10 @@ class Joined:
 
     Attributes:
         last_round: Newest round in which the member had a role. The coordinator continues with higher numbers.
-        applied_iteration: Iteration of the member's last average, which invalidates its reports up to there. -1 without
-            an average.
+        applied_iteration: Iteration of the member's last average, which invalidates its reports up to that iteration.
+            -1 without an average.
         judged_iteration: Iteration of the member's newest report that led to a round, or -1 if there is none.
-        iteration, value, step_time_s, interval_s: Fields of the newest report. ``iteration`` is -1 without one.
+        iteration, value, step_time_s, interval_s: Fields of the newest report. ``iteration`` is -1 without a report.
     """
 
     last_round: int

@@ -22,7 +22,8 @@ _RANGE: Final = struct.Struct("<II")
 #: Maximum length of a packed range, because nine bytes could otherwise claim a huge range. Longer ranges become bit
 #: masks.
 RANK_COUNT_MAX: Final = 1 << 16
-#: First byte of packed numbers: all are equal, or the integer type of their differences from the smallest number.
+#: First byte of packed numbers. It says that all are equal, or gives the integer type of their differences from the
+#: smallest number.
 _SAME: Final = b"="
 _EACH: Final = {b"B": 1 << 8, b"H": 1 << 16, b"I": 1 << 32, b"Q": 1 << 64}
 _EACH_WEIGHT: Final = b"d"
@@ -153,8 +154,8 @@ class Plan(NamedTuple):
         best: Donor with the best metric, or -1 if there are no donors.
         admits: Whether the replacers are restarted ranks that receive a whole state.
         reducers: Ranks that each add up one part of the snapshots. Empty if each replacer averages whole snapshots.
-        parents: Donor that each replacer copies, in the order of the replacers. Empty if all donors are for all
-            replacers.
+        parents: Donor that each replacer copies, in the order of the replacers. Empty if all replacers take a common
+            average.
     """
 
     named: tuple[int, ...]

@@ -80,11 +80,11 @@ _RoleMessage = TypeVar("_RoleMessage", Assign, Frozen)
 
 @with_options(SelectiveOptions, CommonOptions, SelectiveRules, AveragingOptions, IslandOptions, CoordinatorOptions)
 class AsyncSelectiveAveragingPolicy(Ported):
-    """Asynchronous selective averaging, after torchgfn's policy of the same name.
+    """Asynchronous selective averaging, modelled on torchgfn's policy of the same name.
 
-    Each rank reports its metric every ``average_every`` steps. When enough members have reported, the worst
-    ``replacement_ratio`` of them adopt the average of the others. No rank waits for another: a slow rank is judged by
-    its newest report.
+    Each rank reports its metric every ``average_every`` steps. When enough members have reported, the worst of them (a
+    fraction of ``replacement_ratio``) adopt the average of the others. No rank waits for another: a slow rank is judged
+    by its newest report.
 
     ::
 
@@ -110,7 +110,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
     """
 
     admits_restarted = True
-    #: Whether copies of the weights wait until those of other ranks are complete (see :class:`MemberRoles`).
+    #: Whether a copy of the weights waits until other ranks' copies are complete (see :class:`MemberRoles`).
     _holds_copies: ClassVar[bool] = False
 
     @validation.names_options()
@@ -252,7 +252,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         """Open the policy's channels, start this rank's tasks, and return the object that tracks the coordinator.
 
         Args:
-            epoch: Epoch of the coordinator, if this rank waits for admission to a running policy; otherwise None.
+            epoch: Epoch of the coordinator, if this rank is waiting for admission to a running policy; otherwise None.
             replaced: Members that were lost before the start was agreed on, or were restarted since.
         """
         services, members = self._services, self._members
@@ -353,7 +353,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 application.note_round()
 
     async def _take_state(self) -> None:
-        """Receive the state of the member whose weights have arrived, and load both."""
+        """Receive the state of the member whose weights have arrived, and load the weights and the state."""
         roles, number = self._opened, self._member.round
         exchange = roles.replacer.exchange
         assert exchange is not None, f"round {number} is complete without an exchange"

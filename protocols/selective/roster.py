@@ -95,7 +95,7 @@ class Member:
         self.step_s, self.interval_s, self.reported_at = step_s, interval_s, now
 
     def pace(self, now: float) -> Pace:
-        """Return the member's speed in its last two reports. A single long step does not make the member slow."""
+        """Return the smaller times of its last two reports, so that one long step does not make a member slow."""
         step_s, last_step_s, interval_s, last_s = self.step_s, self.last_step_s, self.interval_s, self.last_interval_s
         step_s = last_step_s if 0 < last_step_s < step_s else step_s
         interval_s = last_s if last_s < interval_s else interval_s
@@ -124,7 +124,7 @@ class _Failures(NamedTuple):
 
 
 class Newcomers:
-    """Tracks the restarted ranks that wait for admission to one policy, with their failed attempts."""
+    """Tracks the restarted ranks that are waiting for admission to one policy, and their failed attempts."""
 
     def __init__(self, members: Mapping[int, Member], rules: SelectiveRules) -> None:
         self._members = members
@@ -198,15 +198,17 @@ class Newcomers:
         return Decision(donors=(donor,), replacers=ranks, weights=(1.0,), best=donor), judged
 
 
-#: Seconds after a departure in which no warning is due. Ranks that train for equal times leave within this time.
+#: Seconds after a departure in which no warning is due. Ranks that train for the same time all leave within these
+#: seconds.
 _PATIENCE_S: Final = 10.0
 
 
 class Departures:
     """Finds members that have left although the others continue to train and average.
 
-    In a normal end, all ranks make as many steps, so that a slow rank may continue for long, but never makes more steps
-    than a member that has left. Otherwise, they train for as long, and leave within seconds.
+    In a normal end, all ranks take the same number of steps, or train for the same time. In the first case, a slow rank
+    may continue for long, but never takes more steps than a member that has left. In the second case, all ranks leave
+    within seconds of each other.
 
     Args:
         average_every: Number of steps between two reports of a member.

@@ -22,7 +22,7 @@ class RoundCoordinator:
 
     A message can cause a decision immediately, but only `on_time` checks deadlines. After a training step, the caller
     first passes on all messages that have arrived, and then calls `on_time`. A member is therefore not considered late
-    because the coordinator was busy. `now` is the time in seconds of any monotonic clock.
+    merely because the coordinator was busy. `now` is the time in seconds of any monotonic clock.
 
     Attributes:
         migrants: Tracks the member chosen as a donor for another island, and the donors from other islands.
@@ -162,7 +162,7 @@ class RoundCoordinator:
             member.incarnation = incarnation  # an earlier coordinator has admitted it, but its message was lost
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
-            return ()  # a repeated request, or an old one of an admitted rank that has left
+            return ()  # a repeated request, or an outdated request of an admitted rank that has left
         self._record("{:.6f} rank {} asks to be admitted", now, rank)
         self.roster.add_newcomer(rank, incarnation)
         self.departures.forget(rank)
@@ -374,7 +374,7 @@ class RoundCoordinator:
         return range(last + 1, self._last_number + 1)
 
     def _is_cooling_down(self) -> bool:
-        """Return whether the fastest member has made too few iterations since the last averaging round."""
+        """Return whether the fastest member has completed too few iterations since the last averaging round."""
         if self._rules.threshold is None or self._acted_at_iteration is None:
             return False
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown

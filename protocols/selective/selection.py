@@ -6,9 +6,9 @@ order of the ranks and the number of replaced ranks.
 Sub-populations that change at different intervals (MF-PBT) follow the rules of Doulazmi et al. (2506.03225). In a
 decision in which a sub-population evolves:
 
-- Its worst quantile copies its best quantile, each in the order of the metric.
-- Its second-worst quantile is compared with all ranks of the other sub-populations. In turn, each rank copies the best
-  of them that remains, a *migrant*, if the migrant is better.
+- The ranks of its worst quantile copy the ranks of its best quantile, both in the order of the metric.
+- Its second-worst quantile is compared with all ranks of the other sub-populations. In turn, each rank of that quantile
+  copies the best of those ranks that is not copied yet, a *migrant*, if the migrant is better.
 
 A rank has at most one role in a round. Unlike in the paper, a replaced rank is therefore not copied, and a copied rank
 is not replaced.
@@ -72,8 +72,8 @@ def parents_of(
 #: Route on which the donors' snapshots are sent to the replacers. `reducers_of` explains the routes.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
 _ROUNDS: Final = "stragglers and rounds"
-#: `"auto"` chooses the sharded route, which takes an additional step, if the busiest rank saves this many bytes or
-#: more.
+#: `"auto"` chooses the sharded route, which takes an additional step, if the busiest rank saves at least this many
+#: bytes.
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
 #: `"auto"` also chooses the sharded route if this reduces the total number of streams by at least this number.
@@ -143,8 +143,8 @@ class SelectiveRules(JudgingRules):
     #: Number of decisions after which an island sends its next emigrant (a donor for another island), or 0 without
     #: islands.
     migrate_every: int = 0
-    #: Whether each replacer copies one of as many donors as there are replacers, instead of taking a common average. If
-    #: so, `averaging_strategy` is "best_only", and at most half of the participants are replaced.
+    #: Whether there are as many donors as replacers, and each replacer copies one donor instead of taking a common
+    #: average. If so, `averaging_strategy` is "best_only", and at most half of the participants are replaced.
     copies_one: bool = False
     #: Number of rounds after which each sub-population evolves, and the ranks of each. Empty without sub-populations.
     periods: tuple[int, ...] = ()
@@ -165,8 +165,8 @@ class Decision:
         weights: Unnormalised positive weight of each donor.
         best: Donor with the best metric, whose integer and bool entries are copied, or -1 without donors.
         guests: Donors from other islands.
-        parents: Donor that each replacer copies, in the order of the replacers. Empty if all donors are for all
-            replacers.
+        parents: Donor that each replacer copies, in the order of the replacers. Empty if all replacers take a common
+            average.
     """
 
     donors: tuple[int, ...]
@@ -284,7 +284,7 @@ def _decide_in_sub_populations(metrics: Mapping[int, float], rules: SelectiveRul
 def _with_guests(
     candidates: Sequence[int], metrics: Mapping[int, float], guests: Mapping[int, float], bar: int, metric_mode: str
 ) -> tuple[list[int], Mapping[int, float]]:
-    """Return the members and the ranks of other islands that are better than rank `bar`, and the metrics.
+    """Return the ranks, of this and other islands, that are better than rank `bar`, and the metrics.
 
     The ranks are sorted from worst to best. The metrics include those of all members. `bar` is the best of the replaced
     ranks.

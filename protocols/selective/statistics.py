@@ -40,8 +40,8 @@ class LeftOut:
 class CoordinatorStatistics:
     """Counts of a coordinator's reports, decisions and rounds. The mappings are copies.
 
-    In ended rounds, each replacer has applied its average in time, abandoned it, declined or was overdue. An average
-    that is applied after its round's timeout is counted in `applied` and, as a late message, in `ignored`.
+    In a round that has ended, each replacer has applied its average in time, abandoned it, declined, or was overdue. An
+    average that is applied after its round's timeout is counted in `applied` and, as a late message, in `ignored`.
 
     Attributes:
         reports: Number of reports received, by rank.
@@ -147,7 +147,7 @@ class SelectiveStatistics:
         received_nbytes: Number of bytes received as a replacer or reducer, including abandoned rounds.
         read_nbytes: Number of received bytes that were read directly from the memory of donors on this host.
         epoch: Epoch of the coordinator: 0 for the first coordinator, and larger for each successor.
-        coordinator_rank: Rank of the coordinator as far as known to this rank. None before the start, and if the
+        coordinator_rank: Rank of the coordinator, as far as this rank knows. None before the start, and if the
             coordinator is lost or has stopped.
         coordinator: Statistics of this rank as a coordinator, or None if it has never coordinated.
         island: Number of this rank's island, from 0, or None without islands.

@@ -4,7 +4,7 @@ All ranks have the same order of succession. When a rank detects that the coordi
 rank in that order becomes coordinator. If that rank has not detected the loss itself, the detecting rank nominates it.
 Each new coordinator opens an *epoch*. No two ranks open the same epoch, and each rank follows the largest epoch that it
 knows. All ranks therefore end up with one coordinator, even if several take over at the same time. (An epoch
-corresponds to a term of Raft, Ongaro and Ousterhout 2014. No vote is needed, because no decision must outlive its
+corresponds to a term in Raft, Ongaro and Ousterhout 2014. No vote is needed, because no decision must outlive its
 coordinator.)
 
 `Watch` detects that the coordinator does not respond, although its rank is not reported as lost. The first members of
@@ -22,13 +22,13 @@ from asyncdist.protocols.selective.waiting import NOISE_S
 
 #: Number of nominations of a rank, one per report of the nominating rank, before the next rank is nominated.
 NOMINATION_COUNT_MAX: Final = 3
-#: Number of members that ask the coordinator for answers. One would not suffice, because it may be lost or slow as
-#: well.
+#: Number of members that ask the coordinator for answers. A single member would not suffice, because it may be lost or
+#: slow as well.
 WATCHER_COUNT: Final = 3
 #: Number of reports, and of seconds, without an answer after which the first watching member takes over.
 MISSED_REPORT_COUNT: Final = 3
 SILENT_S: Final = 1.0
-#: An answer is late if it arrives after more than this many steps. Among equally fast ranks, it takes two steps.
+#: An answer is late if it arrives after more than this many steps. Among equally fast ranks, an answer takes two steps.
 LATE_STEPS: Final = 3
 #: Number of the coordinator's messages that each round waits for: assignment, freeze and end.
 _ROUND_ANSWER_COUNT: Final = 3
@@ -124,7 +124,7 @@ class Succession:
         self._unavailable.add(self.rank)
 
     def on_cadence(self) -> Steps:
-        """Repeat the search for a coordinator. A message may have been lost, or the nominated rank may be busy."""
+        """Repeat the search for a coordinator, since a message may have been lost or the nominated rank may be busy."""
         if self.coordinator is not None:
             return ()
         self._nomination_count += 1
@@ -154,13 +154,14 @@ class Succession:
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
         if (epoch == self.epoch and self.coordinator is not None) or epoch > EPOCH_MAX or coordinator == self.rank:
-            return ()  # the claim is known or false: no other rank can claim this rank's epochs
+            return ()  # already known, or false: no other rank can claim this rank's epochs
         if coordinator in self._lost:  # the coordinator was lost after it had claimed the epoch
             self.epoch = max(self.epoch, epoch)
             self.coordinator = None
             self._lost_claim = epoch, coordinator
             return self._find_coordinator()
-        # If this rank has seen the epoch's coordinator lost, only a restarted process of it may make the claim.
+        # If this rank has seen that the epoch's coordinator was lost, only that rank's restarted process may make the
+        # claim.
         if epoch == self.epoch and (epoch, coordinator) != self._lost_claim:
             return ()
         self.epoch, self.coordinator = epoch, coordinator

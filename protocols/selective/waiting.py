@@ -35,7 +35,7 @@ _RECENT_ROUND_COUNT: Final = 9  # a round's expected duration is the median of t
 
 
 class Pace(NamedTuple):
-    """Step and report times of a member in seconds, as far as the coordinator knows them. 0 if unknown.
+    """Step and report times of a member in seconds, as far as the coordinator knows them; 0 if unknown.
 
     Attributes:
         step_s: Duration of a step: the smaller value in the member's last two reports.

@@ -24,7 +24,7 @@ LEFT_OUT: Final = "the hash of the parameters that are not trained"
 #: Name, in error messages, of the checksum of weights that must be equal on all ranks, as in DiLoCo.
 FIRST_WEIGHTS: Final = "the checksum of the first weights"
 #: Name, in error messages, of the number of completed rounds of each fragment or, in asynchronous DiLoCo, of whether a
-#: rank begins with a saved state.
+#: rank starts from a saved state.
 ROUNDS: Final = "rounds completed"
 RESUMED: Final = "begins with a saved state"
 #: Name of the number of steps before a resume with another schedule.
@@ -35,7 +35,7 @@ _SAVED: Final = (
     "load a saved state on all ranks or on none. On a rank without its own checkpoint, as after a resume on more "
     "ranks, "
 )
-#: What to do about a difference, by its name.
+#: What to do about a difference, by the name of the value that differs.
 _CURES: Final = {
     LEFT_OUT: "with parameters='trainable' the other parameters must be equal on all ranks: load the same weights on "
     "all ranks, or pass parameters='all'",
@@ -91,7 +91,7 @@ async def explained(
     """Return a failed start's error with details: how the models differ, or how to make weights equal.
 
     All members have the same error, and must call this function. If their models differ, they compare them in a new
-    group, because after a cancelled start the policy's group may be in use already.
+    group, because the policy's group may already be in use after a cancelled start.
 
     Returns:
         A more detailed error, or ``error`` itself if it has another reason.

@@ -106,8 +106,8 @@ class IslandOptions(Options):
             hosts: Number that identifies the host of each rank of the world, or None if unknown.
 
         Raises:
-            ValueError: The ranks cannot be divided as the options require. The error lists the allowed numbers or
-                sizes.
+            ValueError: The ranks cannot be divided as the options require. The error lists the allowed numbers or sizes
+                of islands.
         """
         count = len(population)
         if not self.are_on or count < 2:
@@ -134,7 +134,7 @@ def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[
             are unknown.
 
     Returns:
-        The grouped ranks. ``population`` itself (a `range` for a whole world) if they are already grouped.
+        The grouped ranks, or ``population`` itself (a `range` for a whole world) if its ranks are already grouped.
     """
     if hosts is None:
         return population

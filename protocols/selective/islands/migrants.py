@@ -16,7 +16,8 @@ from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, plausibl
 
 T = TypeVar("T")
 
-#: Maximum number of guests (donors from other islands) that wait for a round. A further guest replaces the oldest.
+#: Maximum number of guests (donors from other islands) that are waiting for a round. A further guest replaces the
+#: oldest.
 GUEST_COUNT_MAX: Final = 4
 
 

@@ -7,7 +7,7 @@ emigrant is chosen. Announcements also carry checksums of initial weights, so th
 they differ.
 
 An invitation opens a :class:`Visit`, which has the state machine, channels and snapshots of a donor in the other
-island. It remains open for later rounds.
+island. The visit remains open for later rounds.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Visits:
                 visit.roles.step(iteration)
 
     def leave(self) -> None:
-        """Start to leave all other islands, and decline later invitations."""
+        """Start leaving all other islands, and decline later invitations."""
         self._is_leaving = True
         for visit in self._visits.values():
             visit.roles.leave()
@@ -189,10 +189,10 @@ _TARGET_COUNT_MAX: Final = 64
 
 
 class Migration:
-    """Sends and receives one rank's messages to other islands (groups of ranks that average separately).
+    """Exchanges one rank's messages with other islands (groups of ranks that average separately).
 
     Args:
-        coordinator_view: Knows this island's coordinator.
+        coordinator_view: Object that knows this island's coordinator.
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class Migration:
         self._draw = world.generator(f"migration {scopes.between}") if is_random else None  # None for the ring
         self._visits: Visits | None = visits
         self._coordinator_view = coordinator_view
-        self._absent: dict[int, int] = {}  # ranks of other islands that have left the policy, and their restarts
-        self._sent: tuple[Emigrant, int] | None = None  # newest announcement of a member's weights, and its receiver
+        self._absent: dict[int, int] = {}  # by rank of another island that has left: number of restarts
+        self._sent: tuple[Emigrant, int] | None = None  # newest announcement of a member's weights, and the receiver
         self._has_warned = False
         self.is_first = island.index == 0
         self._dispatcher = self._services.shared(PolicyDispatcher)
 
     def leave(self) -> None:
-        """Decline all later invitations, because this rank leaves the policy. It may still coordinate its island."""
+        """Decline all later invitations, because this rank is leaving the policy. It may still coordinate."""
         self._visits = None
 
     # -- on the coordinating rank -----------------------------------------------------------------------------------
@@ -261,8 +261,8 @@ class Migration:
             is_serving: Whether the coordinator of this island runs on this rank.
 
         Returns:
-            Rank and incarnation of a guest, which the coordinator must invite; the rank of a guest that has left the
-            policy, and None; or None without news for the coordinator.
+            Rank and incarnation of a guest that the coordinator must invite, or the rank of a guest that has left the
+            policy and None. None if the coordinator has nothing to do.
         """
         if not self._island.is_in_other_island(source) and not isinstance(message, Emigrant):
             logger.debug("rank %d, which is not in another island, sent a %s", source, type(message).__name__)
@@ -301,7 +301,7 @@ class Migration:
         return None
 
     def _note_marks(self, marks: tuple[int, ...], is_serving: bool) -> None:
-        """Record other islands' checksums of initial weights. The first island logs a warning once if they differ."""
+        """Record other islands' checksums of initial weights. The first island warns once if the checksums differ."""
         known, self._marks = self._marks, first_two((self._marks, marks))
         if self.is_first and is_serving and len(known) < 2:
             warn_of_first_weights(self._marks)

@@ -67,11 +67,12 @@ class Donor:
         self.snapshot_count = 0
 
     def copy(self, round: int, iteration: int, *, with_state: bool) -> Copy:
-        """Start to copy the current weights. On a GPU, the copy completes during the next steps.
+        """Start copying the current weights. On a GPU, the copy completes during the next steps.
 
         Args:
             with_state: Whether to copy the optimizer and policy state as well, for a restarted rank. This copy is
-                complete when the method returns. If other ranks adopt the whole state, it is always copied.
+                complete when the method returns. If other ranks adopt this rank's whole state, this state is always
+                copied.
 
         Raises:
             ValueError: The model has changed since the policy was created. No copy is offered.

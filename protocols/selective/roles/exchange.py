@@ -141,7 +141,7 @@ class MeanReceiver:
             self._finish(next(iter(self._streams)))
 
     def _turn_of(self, reducer: int, frozen: Frozen) -> int:
-        """Return the sort key by which parts are awaited. Parts of failed reducers are first."""
+        """Return the sort key for the order in which parts are awaited. Parts of failed reducers come first."""
         if reducer == self._services.rank:
             return 3
         if self._source_of[reducer] != reducer:
@@ -368,7 +368,7 @@ class Replacer:
         self.replacement_count = 0
 
     def ask(self, round: int, coordinator: int, assign: Assign) -> None:
-        """Begin to receive an average: request the weights from the donors or reducers, if there are any."""
+        """Start receiving an average: request the weights from the donors or reducers, if there are any."""
         self.exchange = Exchange(self, round, coordinator)
         self.exchange.takes_state = self.resources.adopter is not None and not assign.admits
         if assign.donors:
@@ -399,7 +399,8 @@ class Replacer:
         """Receive the optimizer and policy state that ``donor`` offers in the exchange's round. Return it and its size.
 
         Raises:
-            AsyncdistError, TimeoutError: As :meth:`StateTransfer.take` does, or the state is not valid.
+            AsyncdistError, TimeoutError: The stream has failed (see :meth:`StateTransfer.take`), or the state is not
+                valid.
         """
         assert self._states is not None, "a rank without a state transfer receives no state"
         limit = state_nbytes_max(self.resources.own.flat.nbytes)
@@ -420,7 +421,7 @@ class Replacer:
         )
 
     def take_abandoned(self) -> StepInfo:
-        """Return the step result that reports a round abandoned since the last call, or ``NOTHING`` without one."""
+        """Return the step result that reports a round abandoned since the last call; ``NOTHING`` if there is none."""
         abandoned, self._abandoned_info = self._abandoned_info, NOTHING
         return abandoned
 
@@ -473,7 +474,7 @@ class Replacer:
             self.resources.own.announce(*applied)
 
     def load(self, exchange: Exchange) -> None:
-        """Replace all of this rank's weights by a single rank's weights, whose optimizer's state was already loaded."""
+        """Replace all weights of this rank with those of one other rank, whose optimizer state was already loaded."""
         assert exchange.average is not None, f"round {exchange.round} has no weights"
         self.resources.own.load(exchange.average.buffers, has_new_state=True)
         exchange.average.release()

@@ -2,7 +2,7 @@
 
 Events are messages from the coordinator, training steps, and the ends of copies and exchanges. The objects that execute
 the instructions do not depend on the state machine. :class:`RoundEvents` derives the events for the user's ``on_event``
-callback from the instructions. They wait in :class:`UserEvents` until the next step.
+callback from the instructions. These events wait in :class:`UserEvents` until the next step.
 
 Invariant: Each :class:`RoleAssigned` is followed by an :class:`AverageApplied`, :class:`RoundEnded` or
 :class:`RoundAbandoned` of the same round before the next :class:`RoleAssigned`.
@@ -92,7 +92,7 @@ class RoundEvents:
         for discard in instructions:
             if isinstance(discard, Discard):
                 self._abandon(discard.round, discard.reason)
-        if assign is not None and not (assign.admits and assign.role != DONOR):  # a restarted rank makes no steps yet
+        if assign is not None and not (assign.admits and assign.role != DONOR):  # a restarted rank takes no steps yet
             self._role, self._round = assign.role, round
             self._pending.add(RoleAssigned(round, assign.role, assign.donors, assign.replacers, self._island))
         for number, why in declined.items():
@@ -182,7 +182,7 @@ class MemberRoles:
         self.carry_out(self.member.on_coordinator_gone(why), reason=f"the coordinator {why}")
 
     def follow(self, epoch: int, rank: int) -> None:
-        """End all roles assigned by the previous coordinator, and take part in rounds of the new one, ``rank``."""
+        """End all roles assigned by the previous coordinator, and accept roles from the new coordinator, ``rank``."""
         self._journal.note_coordinator(epoch, rank)
         self._user_events.add(CoordinatorChanged(rank, epoch))
         self.lose_coordinator("is replaced")
@@ -195,7 +195,7 @@ class MemberRoles:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, iteration: int) -> StepInfo:
-        """In a training step, copy the weights or load an average if this is due, and return the step's result."""
+        """In a training step, copy the weights or load an average if either is due, and return the step's result."""
         abandoned = self.replacer.take_abandoned()  # reported unless this step applies the average of a later round
         match self.member.on_step():
             case TakeSnapshot() as due:
@@ -210,7 +210,7 @@ class MemberRoles:
         return abandoned
 
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
-        """Start to copy this rank's weights. Raise ValueError if the model has changed since the policy was created."""
+        """Start copying this rank's weights. Raise ValueError if the model has changed since the policy was created."""
         try:
             copy = self.donor.copy(due.round, iteration, with_state=due.round == self.member.admitting)
         except ValueError:
@@ -303,7 +303,7 @@ class MemberRoles:
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Start to leave the policy, but keep a finished copy of the weights available until its round has ended."""
+        """Start leaving the policy, but keep a finished copy of the weights available until its round has ended."""
         self.carry_out(self.member.on_leave())
 
     def finish(self) -> None:

@@ -145,7 +145,7 @@ class Reducer:
             self._release()
 
     def is_settled(self, round: int) -> bool:
-        """Return whether this rank's mean in ``round`` is complete or has failed. Also True if it computes none."""
+        """Return whether this rank's mean in ``round`` is complete or has failed. True if there is no such mean."""
         return self._sum is None or self._sum.round != round or self._sum.is_settled
 
     def mean(self, round: int) -> FlatBuffers | None:
