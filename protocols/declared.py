@@ -169,7 +169,7 @@ def _shown(each: Field[Any]) -> str:
 
 
 def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
-    """Return a check that accepts the values of a Literal type, which are strings."""
+    """Return a check that accepts the strings of a Literal type."""
     allowed = get_args(literal)
 
     def check(name: str, value: Any) -> Any:

@@ -201,7 +201,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self
 
     async def _enter(self) -> None:
-        """Start the policy, or join it if this rank was restarted while the other ranks run it."""
+        """Start the policy, or join it if this rank was restarted while the other ranks were running it."""
         is_of_all = self._group is self._world.group
         if is_of_all and self._world.incarnation:
             await self._join()

@@ -122,7 +122,7 @@ class Admission:
         Args:
             nbytes: Size of the model in bytes, which limits the size of the state.
             timeout_s: Time limit of the start in seconds. It also limits the time between two parts of the state.
-            deadline: End of the time limit for the admission. None to wait for the admission without limit.
+            deadline: End of the time limit for the admission. None to wait without limit.
 
         Raises:
             StartTimeoutError: The leader did not admit this rank before the deadline, or stopped sending its state.

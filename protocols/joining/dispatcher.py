@@ -78,7 +78,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Coordinator to restarted rank: the running policy has another model or other options, which ``values`` lists."""
+    """Coordinator to restarted rank: the running policy has a different model or options, listed in ``values``."""
 
     key: int
     values: tuple[tuple[str, str], ...]
@@ -277,7 +277,7 @@ SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
 IslandMessage: TypeAlias = Emigrant | Invitation | Declined
 DispatcherMessage: TypeAlias = SuccessionMessage | IslandMessage | Request | Waiting | Answer
 
-#: Number of policies that a rank still knows after it has left them. Older policies are assumed to have no members.
+#: Number of policies that a rank remembers after it has left them. Older policies are assumed to have no members.
 LEFT_COUNT_MAX: Final = 1024
 
 

@@ -185,7 +185,7 @@ class Membership:
         return rank not in self._services.gone and self._services.restarted.get(rank, 0) == incarnation
 
     def _incarnation_of(self, rank: int) -> int:
-        """Return the incarnation of a member, or of another rank of its replica, when the member was admitted."""
+        """Return the incarnation that a member, or another rank of its replica, had when the member was admitted."""
         return self._identity_of(rank)[0] if rank in self.known else self._followers.get(rank, 0)
 
     def _identity_of(self, rank: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Divides ``ranks`` into groups of ``size`` consecutive ranks, which each train one replica of the model.
+    """Divides ``ranks`` into groups of ``size`` consecutive ranks. Each group trains one replica of the model.
 
     Attributes:
         ranks: All ranks of the policy, in the group's order.

@@ -61,11 +61,11 @@ class Member:
         joined: Whether the rank has confirmed to this coordinator that it takes part.
         admitted: Whether the rank is a member. A restarted rank becomes a member only when it has received another
             member's state. A donor from another island is never a member.
-        report: Newest valid report, or None without one.
+        report: Newest valid report, or None if there is none.
         applied_iteration: Iteration of the rank's last average, or None before the first.
         reported_at: Arrival time of the newest report, or None before the first.
         step_s, interval_s: Seconds per step, and seconds since the previous report, according to the newest report.
-        last_step_s, last_interval_s: The same values from the previous report, or 0 without one.
+        last_step_s, last_interval_s: The same values from the previous report, or 0 if there is none.
     """
 
     joined: bool
@@ -95,7 +95,7 @@ class Member:
         self.step_s, self.interval_s, self.reported_at = step_s, interval_s, now
 
     def pace(self, now: float) -> Pace:
-        """Return the smaller times of its last two reports, so that one long step does not make a member slow."""
+        """Return the smaller times in the last two reports, so that one long step does not make a member slow."""
         step_s, last_step_s, interval_s, last_s = self.step_s, self.last_step_s, self.interval_s, self.last_interval_s
         step_s = last_step_s if 0 < last_step_s < step_s else step_s
         interval_s = last_s if last_s < interval_s else interval_s
@@ -225,7 +225,7 @@ class Departures:
         self._departures[rank] = now, iteration
 
     def note_report(self, rank: int, iteration: int) -> None:
-        """Record a report of a member that has left. It may arrive after the notice of the departure."""
+        """Record a report of a member that has left. The report may arrive after the notice of the departure."""
         if rank in self._departures:
             left_at, known = self._departures[rank]
             self._departures[rank] = left_at, max(known, iteration)
@@ -293,7 +293,7 @@ class Roster:
         self._count_live(1)
 
     def add_newcomer(self, rank: int, incarnation: int) -> None:
-        """Replace the record of a lost member by a record of its new process, which requests admission."""
+        """Replace the record of a lost member with a record of its new process, which requests admission."""
         self.members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
 
     def admit(self, member: Member) -> None:
@@ -307,7 +307,7 @@ class Roster:
         member.fresh = fresh
 
     def depart(self, member: Member) -> None:
-        """Record that a member, or a restarted rank that waits for admission, is lost or has left."""
+        """Record that a member, or a restarted rank that is waiting for admission, is lost or has left."""
         self.mark(member, fresh=False)
         member.live, member.report = False, None
         self._count_live(-1 if member.admitted else 0)
@@ -328,7 +328,7 @@ class Roster:
         return hosts if all(hosts.values()) else {}
 
     def live_ranks(self) -> list[int]:
-        """Return the ranks of all live members, and of restarted ranks that wait for admission."""
+        """Return the ranks of all live members, and of restarted ranks that are waiting for admission."""
         return [rank for rank, member in self.members.items() if member.live]
 
     def reported_since(self, moment: float) -> dict[int, ReportRecord]:

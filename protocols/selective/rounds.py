@@ -363,8 +363,8 @@ class RoundCoordinator:
         """Return the numbers of the rounds since the last decision.
 
         The numbers are computed from the reported iterations, so that they continue under the next coordinator and
-        after a resume from a checkpoint. A new coordinator begins with the number of the first report that it received
-        from the member with the most reports.
+        after a resume from a checkpoint. A new coordinator starts at the round number of the first report that it
+        received from the member with the most reports.
         """
         number = (self._largest_iteration + 1) // self._rules.round_iterations
         last = self._last_number

@@ -104,7 +104,7 @@ class History:
         self.record_entry = self._events.append
 
     def record(self, words: str, *facts: object) -> None:
-        """Record an event as a format string and its values, which only :meth:`recent_events` formats."""
+        """Record an event as a format string and its values. Only :meth:`recent_events` formats them."""
         self._events.append((words, facts))
 
     def recent_events(self) -> tuple[str, ...]:

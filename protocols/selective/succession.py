@@ -234,7 +234,7 @@ CoordinatorView: TypeAlias = Succession | ReportedCoordinator
 
 
 class Watch:
-    """Detects that a policy's coordinator does not answer this member, or that its answers are too late."""
+    """Detects that a policy's coordinator does not answer this member, or answers too late."""
 
     def __init__(self) -> None:
         self._asked_at: float | None = None  # time of the first report since the last answer

@@ -59,7 +59,7 @@ class Migrants:
         _put_newest(self._invited, rank, incarnation)
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> bool:
-        """Store the newest report of an invited rank of another island. Return False if the rank was not invited."""
+        """Store an invited rank's newest report. Return False if the rank was not invited."""
         if self._invited.get(rank) != joined.incarnation:
             return False
         del self._invited[rank]
@@ -73,7 +73,7 @@ class Migrants:
         self._waiting.pop(rank, None)
 
     def usable(self, reports: Mapping[int, ReportRecord], oldest_at: float) -> dict[int, ReportRecord]:
-        """Return the reports of the ranks of other islands that can send their weights in the next round.
+        """Return the reports of other islands' ranks that can send their weights in the next round.
 
         A rank is excluded if its report is older than ``oldest_at``, or if its steps take more than twice as long as
         the slowest step in ``reports``.

@@ -40,7 +40,7 @@ class Relay:
         self._rank = rank
         self._server = server
         self._round = 0
-        self._fetched: set[Part] = set()  # parts that this rank must fetch and has not offered
+        self._fetched: set[Part] = set()  # parts that this rank must fetch and has not offered yet
         self._offers: list[Offer] = []
         self.shared_count = 0
 
