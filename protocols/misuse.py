@@ -251,7 +251,7 @@ def _call_in(frame: FrameType) -> ast.Call | None:
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]
     if len(lines) <= last - first:
         return None
-    encoded = [line.encode() for line in lines]  # co_positions() counts bytes
+    encoded = [line.encode() for line in lines]  # co_positions() counts columns in bytes
     encoded[-1] = encoded[-1][:end]
     encoded[0] = encoded[0][begin:]
     try:

@@ -114,7 +114,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._is_due = False  # whether an average is due in the current step
         self._is_unawaited = True  # whether step was never called, or its last call was not awaited
         self._first_call: tuple[str, int] | None = None
-        self._unawaited: UnawaitedStep | None = None  # the first step, and the last one after an unawaited step
+        self._unawaited: UnawaitedStep | None = None  # newest wrapped step: the first, or one after an unawaited step
         self._journal = Journal(own.name, type(self).__name__)
         self._metric, self._metric_mode = own.metric, own.metric_mode
         self._limit: tuple[str, float | None] = ("threshold", None)  # name and value of an option in the metric's unit

@@ -106,7 +106,7 @@ class Membership:
         # By rank: last incarnation and attempt of members that were restarted, and of members that have left.
         self._admitted = {rank: (incarnation, 0) for rank, incarnation in (admitted or {}).items()}
         self._left: dict[int, tuple[int, int]] = {}
-        self._admitted_by: dict[int, int] = {}  # by restarted rank: leader whose message has admitted it
+        self._admitted_by: dict[int, int] = {}  # by restarted rank: leader whose message has admitted that rank
         # By restarted rank that is not a member itself, but belongs to a member's replica: incarnation when that member
         # was admitted.
         self._followers: dict[int, int] = {}
@@ -177,7 +177,7 @@ class Membership:
         return tuple((rank, restarted.get(rank, 0)) for rank in mates if rank not in self.known)
 
     def is_reachable(self, rank: int) -> bool:
-        """Return whether this rank is connected to the process of a member, or of its replica, that was admitted."""
+        """Return whether this rank is connected to the admitted process of a member, or of a rank in its replica."""
         return rank == self._services.rank or self.is_connected(rank, self._incarnation_of(rank))
 
     def is_connected(self, rank: int, incarnation: int) -> bool:
@@ -533,7 +533,7 @@ class Membership:
             return
         self._admitted.update({each: (inc, attempt) for each, inc, attempt in message.order if each in replica_ranks})
         self._admitted_by.update(dict.fromkeys(replica_ranks, self.leader))
-        if self._services.rank in self.replicas.replica_ranks(self.leader):  # this rank must send its state first
+        if self._services.rank in self.replicas.replica_ranks(self.leader):  # this rank must offer its state first
             self.admission, self._state_receiver = number, replica_ranks[self.replicas.index(self._services.rank)]
             self._services.engine.recheck()
         else:

@@ -87,8 +87,8 @@ class JoinablePolicy(SpawnPolicy):
         gone = lost_members(self._world, self._members, meeting)
         lost = {each for rank in gone for each in self._replicas.replica_ranks(rank)}
         known = self._member_ranks()
-        # Include ranks that were restarted since the start was agreed on. Members that begin earlier still count them,
-        # so all members see the same changes of the leader.
+        # Include ranks that were restarted since the start was agreed on. Members that started earlier still count
+        # these ranks, so all members see the same changes of the leader.
         members = [rank for rank in self._leading_order() if rank in meeting.ranks]
         scopes = PolicyScopes.of_start(meeting.ranks, agreed)
         self.start_number = scopes.policy
@@ -133,7 +133,8 @@ class JoinablePolicy(SpawnPolicy):
 
         The ranks of a restarted replica join together: they ask the same leader, and either all get a state or none.
         """
-        # The leader admits a replica of several ranks only when it applies an average, which has no time limit.
+        # The leader admits a replica of several ranks only when it applies an average, and the wait for that has no
+        # time limit.
         deadline = self._world.time() + self._start_timeout_s if self._replicas.size == 1 else None
         await self._rejoin_replica()
         try:
@@ -206,7 +207,7 @@ class JoinablePolicy(SpawnPolicy):
         weights = self._flat.new_buffers()
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])
-        load_named(self.model, self.optimizer, cloned(state["optimizer"]))  # torch keeps the given tensors
+        load_named(self.model, self.optimizer, cloned(state["optimizer"]))  # a copy, because torch keeps the tensors
         with self._weights.following(has_new_state=True):
             self._flat.load(weights)
         self._restore(state["policy"])

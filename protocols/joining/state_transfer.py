@@ -265,7 +265,7 @@ class StateTransfer:
 
         def cancel(slot: int) -> None:
             if donor not in services.gone:
-                # A lost Cancel is harmless: a restarted donor ends the stream. The channel may have been closed before.
+                # A lost Cancel is harmless: a restarted donor ends the stream. The channel may already be closed.
                 with contextlib.suppress(BusyError, ClosedError):
                     self._channel.send_nowait(Cancel(slot), donor)
 

@@ -152,7 +152,7 @@ class RoundLifecycle:
         self.patience = Patience(rules.grace_s, stream_safe_points)
         self.history = History()
         self._last_number = 0
-        self._overdue: dict[int, deque[int]] = {}  # by replacer: rounds that timed out without its answer
+        self._overdue: dict[int, deque[int]] = {}  # by replacer: rounds that timed out without an answer from it
         self.current: Round | None = None
         self.decided_count = self.ended_count = self.overdue_count = 0
         self.routes = Counter(direct=0, sharded=0)

@@ -376,7 +376,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
         """Load another member's optimizer and policy state, and return the iteration in that state."""
-        load_named(self.model, self.optimizer, cloned(parts["optimizer"]))  # torch keeps the given tensors
+        load_named(self.model, self.optimizer, cloned(parts["optimizer"]))  # a copy, because torch keeps the tensors
         self._restore(parts["policy"])
         return self.iteration
 

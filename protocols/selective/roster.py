@@ -116,7 +116,7 @@ _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """Counts failed attempts to admit a restarted rank, and defines the decision and the time after which to retry."""
+    """Counts failed attempts to admit a restarted rank, and stores the decision and time after which to retry."""
 
     failed_count: int = 0
     after_decision: int = -1

@@ -159,7 +159,7 @@ class RoundCoordinator:
         """Handle an admission request from a restarted rank. Requests are repeated, because answers can be lost."""
         member = self._members.get(rank)
         if member is not None and member.live and member.admitted:
-            member.incarnation = incarnation  # an earlier coordinator has admitted it, but its message was lost
+            member.incarnation = incarnation  # an earlier coordinator has admitted it, but the message was lost
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
             return ()  # a repeated request, or an outdated request of an admitted rank that has left
@@ -244,7 +244,7 @@ class RoundCoordinator:
         return self._advance(now, timers=True)
 
     def on_stop(self) -> tuple[Send, ...]:
-        """Return the messages that notify all live members that this coordinator stops."""
+        """Return the messages that notify all live members that this coordinator is stopping."""
         return tuple(Send(rank, 0, Leave()) for rank in self.roster.live_ranks())
 
     # ---------------------------------------------------------------- state

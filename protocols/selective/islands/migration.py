@@ -210,7 +210,7 @@ class Migration:
         self._digest = digest_of((), scopes.values)
         self._marks = scopes.marks
         is_random = options.migration == "random"
-        self._draw = world.generator(f"migration {scopes.between}") if is_random else None  # None for the ring
+        self._draw = world.generator(f"migration {scopes.between}") if is_random else None  # None with migration="ring"
         self._visits: Visits | None = visits
         self._coordinator_view = coordinator_view
         self._absent: dict[int, int] = {}  # by rank of another island that has left: number of restarts
