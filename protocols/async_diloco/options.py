@@ -316,5 +316,5 @@ class ServerOptions:
         return rank if self.islands is None else self.islands[rank]
 
     def sender_of(self, rank: int) -> int | None:
-        """Return ``rank``, or None on the global server, where contributions have the numbers of islands' versions."""
+        """Return ``rank``, or None on the global server, where contributions are numbered by islands' versions."""
         return rank if self.islands is None else None

@@ -35,7 +35,7 @@ class Mean:
 
     Attributes:
         norm: L2 norm of the mean difference from the anchor (reference weights), or None if weights are averaged.
-        cosine: Mean cosine between two donors' differences, or None if unknown, for example with top-k.
+        cosine: Mean cosine between pairs of donors' differences, or None if unknown, for example with top-k.
     """
 
     verdict: Verdict
@@ -256,7 +256,7 @@ def checksum_of_anchors(fragments: Iterable[Fragment]) -> int:
 
 
 def mean_cosine(verdict: Verdict, norm: float) -> float | None:
-    """Return the mean cosine between two donors' contributions, from their norms and the norm of their mean.
+    """Return the mean cosine between pairs of donors' contributions, from their norms and the norm of their mean.
 
     None if there are fewer than two donors, if all contributions are zero, or if a norm is too large.
 

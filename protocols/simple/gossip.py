@@ -72,8 +72,8 @@ _FOREIGN_OPTIONS: Final = {
 
 logger = logging.getLogger("protocols.simple")
 
-#: Largest outer momentum with which mixing without training is stable on up to 32 ranks, for topologies whose partners
-#: change.
+#: Largest outer momentum at which repeated mixing, without training, is stable on up to 32 ranks. Only for topologies
+#: whose partners change.
 _MOMENTUM_MAX: Final = {
     **dict.fromkeys(("exponential", "hypercube", "rotating", "hosts"), 0.5),
     "random": 0.7,
@@ -208,9 +208,9 @@ class GossipFragment(RuleFragment):
         return norm
 
     def _gather(self, place: int, tensors: Sequence[Tensor], into: Tensor) -> None:
-        """Write this rank's contribution of one vector: anchor + factor * (weights - anchor).
+        """Write one vector of this rank's contribution: anchor + factor * (weights - anchor).
 
-        The weights are compared with the anchor in their own dtype, from which they were trained.
+        The difference is measured from the anchor rounded to the weights' dtype, because training began there.
 
         With push-sum, the contribution is x / w, which counts with the weight w (the mass). The factor 1 / w makes
         training move x by as much as the weights.
@@ -304,7 +304,7 @@ class GossipPolicy(SimplePolicy):
                 train_step(model, optimizer, batch)
                 await policy.step()
 
-    In a due step, a rank waits only for its partners of this round. The ranks' weights stay different. Floating
+    In a due step, a rank waits only for its partners in this round. The ranks' weights stay different. Floating
     buffers, such as BatchNorm's statistics, are averaged with the partners. Integer and bool buffers are copied from
     the first partner. Each rank keeps its optimizer's state. If a partner is lost, new partners are chosen among the
     living ranks. A rank whose weights are not finite does not contribute, and takes its partners' mean.

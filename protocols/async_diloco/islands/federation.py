@@ -35,7 +35,7 @@ class Federation:
     Args:
         everyone: Members of the policy, in the order in which they become the global server.
         store: This rank's anchor (common weights) and contribution in its island.
-        is_divided_anew: Whether the loaded checkpoint is of other islands.
+        is_divided_anew: Whether the loaded checkpoint was saved with other islands.
 
     Attributes:
         member: This rank as a member of its island.
@@ -103,7 +103,7 @@ class Federation:
         await self.global_member.settled(deadline)
 
     def counted(self, found: AsyncDiLoCoStatistics) -> AsyncDiLoCoStatistics:
-        """Return ``found``, completed with this rank's counts as a regional server and as the global server."""
+        """Return ``found`` with this rank's counts as a regional server and as the global server added."""
         global_server = self.global_member.server
         return replace(
             found,
