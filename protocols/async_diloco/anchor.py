@@ -1,7 +1,7 @@
 """Keeps the anchor (common weights) on the leader, and updates it with the ranks' contributions.
 
 Each update makes a new version. The outer optimizer moves the parameters. Floating buffers, such as BatchNorm's
-statistics, move towards the mean of the contributions by the share of the members that have contributed. If all have
+statistics, move towards the mean of the contributions, by the fraction of members that have contributed. If all have
 contributed, they become the mean. Integer and bool buffers are copied from the first contribution.
 """
 

@@ -109,7 +109,7 @@ class Arrivals:
         self._fetching = {key: each for key, each in self._fetching.items() if key[0] != rank}
 
     def forget(self, rank: int, source: int | None = None) -> None:
-        """Drop a worker's unapplied contributions or, with ``source``, only those being fetched from that rank."""
+        """Drop a worker's unapplied contributions or, with ``source``, only contributions being fetched from it."""
         fetching = self._fetching.items()
         self._fetching = {key: each for key, each in fetching if key[0] != rank or source not in (None, each[0].source)}
         if source is None:

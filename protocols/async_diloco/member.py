@@ -46,7 +46,7 @@ class AsyncMember:
     Args:
         membership: Members of the policy; opened by this object.
         store: State of this rank that a new leader needs.
-        name: Name of the channel in reports of waits.
+        name: Name of the channel in reports on what ranks are waiting for.
         regional: Connection to the global server, used if this rank leads its island; None without islands.
 
     Attributes:
@@ -75,7 +75,7 @@ class AsyncMember:
         self._early: list[tuple[int, int, AsyncMessage]] = []
         self._fetching: asyncio.Task[None] | None = None  # fetches the answer to the contribution
         self._has_inherited = False  # whether this rank has received a leaving leader's state
-        self._has_settled = False  # whether this rank is leaving, and takes over no state
+        self._has_settled = False  # whether this rank is leaving, and no longer takes over state
         self._is_closed = False
         self.server: Server | None = None
         is_overlapped = options.own.late == "skip"

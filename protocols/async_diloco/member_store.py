@@ -167,7 +167,7 @@ class MemberStore:
         return found
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Start with a saved anchor and, if it was saved, the outer optimizer's state."""
+        """Start with a saved anchor and, if there is one, the saved state of the outer optimizer."""
         self.base = HeldAnchor.of(state, self.layouts)
         if "outer" in state:
             self.outer = self.base.version, state["outer"].clone()
@@ -230,7 +230,7 @@ class MemberStore:
         leader. The next contributions then get larger numbers.
 
         Args:
-            sender: This rank, by which the leader counts its contributions; None if this is not known.
+            sender: This rank, if the leader counts contributions by rank; otherwise None.
         """
         self.answer, self.outstanding = answer, None
         applied = 0 if sender is None else dict(answer.report.applied).get(sender, 0)

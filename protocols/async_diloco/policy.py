@@ -1,7 +1,7 @@
 """Asynchronous DiLoCo: the leader applies each rank's difference to the anchor when it arrives, and no rank waits.
 
 Each rank trains alone from an anchor a_v. After ``average_every`` steps (H) it sends the difference D = a_v - theta
-between this anchor and its weights to the leader, and continues to train. The leader takes one step of the outer
+between this anchor and its weights to the leader, and continues training. The leader takes one step of the outer
 optimizer with D, or with the mean difference of ``quorum`` ranks, and sends the new anchor back. The rank applies the
 anchor in its first step after the anchor arrives:
 
@@ -92,7 +92,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
                 await policy.step()
 
     All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
-    BatchNorm's statistics, move towards the mean of each version's contributions, by the share of the ranks that have
+    BatchNorm's statistics, move towards the mean of each version's contributions, by the fraction of ranks that have
     contributed. Integer and bool buffers are copied from the version's first contributing rank. The inner optimizer
     keeps its state. A rank whose weights are not finite does not contribute. It receives the anchor, and its inner
     optimizer's state is cleared (``StepInfo.recovered``).
@@ -492,7 +492,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         return block, Arrived(own.base.version, self._progress.steps, self._progress.tokens, norm, speed)
 
     async def _apply_alone(self, contribution: Outstanding) -> None:
-        """Apply the contribution of a rank that trains alone, and take the answer that a leader would send."""
+        """Apply the contribution of a rank that trains alone, and store the answer that a leader would send."""
         anchor, own, rank, report = self._alone, self._store, self._world.rank, contribution.report
         assert anchor is not None, "the rank is not alone"
         own.outstanding = contribution  # stored, so that a cancelled call can be repeated

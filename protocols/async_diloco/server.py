@@ -92,7 +92,7 @@ class Server:
         # Offers of anchors or outer optimizers' states, by rank and version.
         self._anchor_offers: dict[tuple[int, int], AnchorOffer] = {}
         self._speeds: dict[int, float] = {}  # last reported steps per second, by rank
-        self._early: list[tuple[int, int, Arrived]] = []  # contributions reported before this leader has an anchor
+        self._early: list[tuple[int, int, Arrived]] = []  # contributions reported before this leader had an anchor
         # Encoded contributions that have arrived, by rank and sequence number.
         self._blocks: dict[tuple[int, int], Tensor] = {}
         self._task: asyncio.Task[None] | None = None  # task that chooses the first anchor, or makes new versions

@@ -4,7 +4,7 @@ If all ranks took the same number of steps, the slow ranks' differences would be
 et al., 2401.09135) the number of steps is proportional to a rank's speed, so that all ranks take about the same time.
 
 After the quorum, the leader can wait for further contributions without loss of time, because the ranks train meanwhile.
-Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains of tau training steps:
+Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains in tau training steps:
 
     grace = max(0, g (tau step_s - quorum_s - sync_s))
 """

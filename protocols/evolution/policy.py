@@ -173,7 +173,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         self._metric, self._metric_mode = own.metric, own.metric_mode
         self._evaluation: MetricSource = None  # metric of the current step
         self._has_warned = self._has_warned_of_settings = False
-        self._settings: int | None = None  # checksum of the optimizer's settings when this rank reported last
+        self._settings: int | None = None  # checksum of the optimizer's settings in this rank's last report
 
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
@@ -207,7 +207,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
     def _first_weights(self) -> dict[str, str]:
         """Return the checksum of the trained parameters, which must be equal on all ranks."""
         if self._was_loaded:
-            return {FIRST_WEIGHTS: "saved"}  # on unequal machines, saved weights may differ in the last bits
+            return {FIRST_WEIGHTS: "saved"}  # on different kinds of machines, saved weights may differ in the last bits
         checksum = 0
         for each in self._trained():
             checksum = zlib.crc32(byte_view(each.detach().cpu().contiguous()), checksum)

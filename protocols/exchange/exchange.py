@@ -2,8 +2,8 @@
 
 Each member contributes a fragment (a part) of its model, and continues to train. When all members have contributed to a
 round, the leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`). The members then exchange
-the data (:mod:`protocols.exchange.rounds`) in calls that let messages move, or read each other's memory if the kernel
-allows it.
+the data (:mod:`protocols.exchange.rounds`) in calls that let messages move. If the kernel allows it, they read each
+other's memory instead.
 
 A :class:`~protocols.joining.membership.Membership` tracks the members and their leader, and admits restarted ranks. If
 the leader is lost, each member reports the state of its rounds to the next leader. Messages between two ranks arrive in
@@ -75,7 +75,7 @@ class Exchange:
         partners: Pure function that chooses whose contributions each member averages. By default, all members share one
             mean.
         replicas: Replicas of the ranks. Only ranks with the same part of the model exchange data, and a replica is a
-            donor as a whole.
+            donor as a whole or not at all.
         quorum: Condition for deciding a round without all members, or None to wait for all.
     """
 
@@ -347,7 +347,7 @@ class Exchange:
         self._round_leader.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Do nothing, because a round can end without further training steps of its contributors."""
+        """Do nothing, because a round can end without further training steps by its contributors."""
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

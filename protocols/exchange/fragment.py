@@ -161,7 +161,7 @@ class Fragment:
         """Drop state that concerns only the rank whose whole state this rank has just loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fragment's state with cloned tensors. A mean that is not applied yet is omitted."""
+        """Return the fragment's state with cloned tensors. A mean that has not been applied yet is omitted."""
         return {"version": self.version, "applied_version": self.applied_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

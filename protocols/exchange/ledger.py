@@ -466,7 +466,7 @@ class Ledger:
         return Verdict(each.attempt, donors, weights, norms, receiver=receiver, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
-        """End the rounds whose mean no awaited member still needs. Without a quorum, they end in order."""
+        """End the rounds whose mean is no longer needed. Without a quorum, they end in order."""
         made: list[Instruction] = []
         if self._awaited is not None or not self.members:
             return made

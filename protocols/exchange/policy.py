@@ -101,7 +101,7 @@ class ExchangePolicy(ReplicatedPolicy):
         self._parts: ReplicaParts | None = None  # parts of the replica's ranks, under DDP
         self._known_infinities: KnownInfinities
         self._saved: Mapping[str, Any] | None = None  # kept until a start succeeds, as a failed start may be repeated
-        self._exchange: Exchange | None = None  # None before the start or if this rank is alone
+        self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
         self._found_finite_at = self._recovered_at = -1  # last steps that found weights finite, or replaced them
@@ -572,7 +572,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._exchange.has_merged(number)
 
     def _pending_round(self, fragment: int) -> PendingRound:
-        """Return a model fragment's contribution whose mean is not applied yet, and the round in which it counts."""
+        """Return a model fragment's contribution whose mean is not yet applied, and the round in which it counts."""
         pending = self._pending_rounds.in_flight[fragment]
         if self._quorum is None or self._exchange is None:
             return pending

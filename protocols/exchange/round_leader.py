@@ -98,7 +98,7 @@ class RoundLeader:
         self._unreleased.clear()
 
     def take_over(self) -> None:
-        """If this member leads, start to collect the members' reports on their rounds."""
+        """If this member leads, start collecting the members' reports on their rounds."""
         if self._ledger is not None:
             self._ledger.take_over()
 
@@ -215,7 +215,7 @@ class RoundLeader:
         ledger, deadline = self._ledger, self._services.time() + self._quorum.grace_s
 
         def is_over() -> bool:
-            is_former = ledger is not self._ledger  # this rank has abdicated meanwhile
+            is_former = ledger is not self._ledger  # this rank has abdicated in the meantime
             return self._is_closed or ledger is None or is_former or not ledger.is_in_grace(number, grace)
 
         await self._services.engine.until(is_over, WaitId(WaitKind.CONTRIBUTIONS), deadline=deadline)

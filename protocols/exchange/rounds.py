@@ -100,7 +100,7 @@ class MemberRound:
         return not any(offer.streams for offer in self.offers)
 
     def round_state(self) -> RoundState:
-        """Return this member's report on the round, from which a new leader decides how to continue it."""
+        """Return this member's report on the round, from which a new leader decides how to continue the round."""
         of_mean: dict[str, Any] = {}
         if self.has_merged and self.verdict is not None:
             verdict = self.verdict

@@ -74,7 +74,7 @@ class PendingRounds:
             only after its mean was applied.
 
     Attributes:
-        is_overlapped: Whether a mean is applied in a later step than that of the contribution.
+        is_overlapped: Whether a contribution's mean is applied in a later step.
         in_any_order: Whether the order in which fragments are contributed may differ from the order of the round
             numbers.
         in_flight: Rounds to which this member has contributed but whose means it has not applied, by fragment.
@@ -90,7 +90,7 @@ class PendingRounds:
         self._uncontributed: list[int] = []  # due fragments, in the order in which they will be contributed
         self._saved_order: tuple[int, ...] = ()  # result of _order() when a loaded state was saved
         self._catches_up = False  # whether members have resumed with different rounds; False from the next step on
-        self._overdue_count = 0  # number of the due fragments whose means are applied in the step of the contribution
+        self._overdue_count = 0  # number of due fragments whose means are applied in the step that contributes them
 
     def note_step(self, step: int) -> None:
         """Record that the model fragments scheduled for ``step`` must be contributed."""
@@ -129,7 +129,7 @@ class PendingRounds:
         return fragment, number
 
     def skip_to(self, number: int) -> None:
-        """Skip a model fragment's rounds before round ``number``, which are already decided."""
+        """Skip a model fragment's rounds before round ``number``, which have already been decided."""
         count = len(self._captured)
         self._captured[(number - 1) % count] = (number - 1) // count
 

@@ -24,9 +24,9 @@ class ExchangeStatistics:
     """Counts one member's steps, contributions and averages. The mappings are copies.
 
     Attributes:
-        iteration: Number of steps, including those before a resume.
-        average_count: Number of averages applied since the start or the resume. Each fragment's average is counted
-            separately.
+        iteration: Number of steps, including steps before a resume.
+        average_count: Number of averages applied since the policy was started or resumed. Each fragment's average is
+            counted separately.
         waited_s: Total seconds that steps have spent waiting for averages.
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         title: Name of the policy and of this rank.

@@ -1,8 +1,8 @@
 """Chooses hyperparameters with a Gaussian process that models the gains of earlier choices (PB2, 2002.02518).
 
-An observation is the gain of a rank's metric per step between two reports, with the iteration, the earlier metric and
-the hyperparameters. A rank knows its own observations, and those of the ranks that it has copied, which arrive with
-their snapshots. No further message is needed, but no rank knows all observations.
+An observation is the gain of a rank's metric per step between two reports, together with the iteration, the earlier
+metric and the hyperparameters. A rank knows its own observations, and the observations of the ranks that it has copied,
+which arrive with these ranks' snapshots. No further message is needed, but no rank knows all observations.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _COUNT_MAX: Final = 999
 
 
 def first_values(options: ExploringOptions, rank: int) -> dict[str, Value]:
-    """Return a rank's initial hyperparameters: the option ``initial``, and random values for the others."""
+    """Return a rank's initial hyperparameters: the values in option ``initial``, and random values for all others."""
     generator = random.Random(f"{options.seed} first {rank}")
     drawn = {name: space.draw(generator) for name, space in options.spaces.items()}
     return {**drawn, **options.initial}

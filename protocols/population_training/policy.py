@@ -294,7 +294,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return replace(message, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
 
     def _donor(self, message: Assign | Frozen, round: int) -> int:
-        """Return the donor that this rank copies: the assigned donor, or else one of its sub-population if possible."""
+        """Return the donor that this rank copies: the assigned donor, or else preferably one of its sub-population."""
         parent = message.parent if isinstance(message, Assign) else self._parent[1] if self._parent[0] == round else -1
         if parent in message.donors:
             return parent

@@ -187,7 +187,7 @@ def _number_in(group: Mapping[str, Any], name: str) -> float:
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """Return a hyperparameter's key in a parameter group, and its index there, or None if it is not in a tuple."""
+    """Return a hyperparameter's key in a parameter group, and its index in a tuple there, or None without a tuple."""
     key, bracket, place = name.partition("[")
     return key, int(place[:-1]) if bracket else None
 

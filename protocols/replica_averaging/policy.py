@@ -70,7 +70,7 @@ class _AmongLeaders(AsyncSelectiveAveragingPolicy):
 
 @with_options(ReplicaPolicyOptions, CommonOptions, SelectiveRules, AveragingOptions)
 class ReplicaAveragingPolicy(Ported):
-    """Selective averaging of replicas: the worst replicas adopt the average of the best replicas.
+    """Trains with selective averaging of replicas: the worst replicas adopt the average of the best replicas.
 
     ::
 
@@ -248,7 +248,7 @@ class ReplicaAveragingPolicy(Ported):
         try:
             self._replica = await new_replica(world, None, replicas, self._flat, self._start_timeout_s)
             self._groups.append(self._replica.group)
-            self._services.is_admitted = was_admitted  # the group has set it to True
+            self._services.is_admitted = was_admitted  # creating the group has set it to True
             self._buffers = self._flat.new_buffers()
             state = await compute_and_broadcast(self._join_as_leader, group=self._replica.group, world=world)
             if isinstance(state, str):

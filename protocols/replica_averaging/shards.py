@@ -221,7 +221,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
                 filter(None, [self._own.describe_nonfinite(), *(each.nonfinite for each in followers)]), ""
             )
             info = roles.apply(application, self.iteration, nonfinite)
-        if statuses[0].metric is not None:  # as without shards, nothing is reported without the leader's measurement
+        if statuses[0].metric is not None:  # nothing is reported unless the leader has a measurement
             metrics = [math.nan if each.metric is None else each.metric for each in statuses]
             mean = self._read_metric(mean_of(metrics))
             tracker.report(self.iteration, self._call_count, mean)

@@ -6,7 +6,7 @@ the exchange chooses the donors and their weights from the ranks' reported score
 (:mod:`protocols.diloco.policy`).
 
 The metric is evaluated twice, with trial weights in the rank's own model: at the anchor, which is equal on all ranks,
-and after a *trial step*. A trial step adds a share of this rank's change of one fragment to the anchor. With k donors,
+and after a *trial step*. A trial step moves the anchor by a share of this rank's change in one fragment. With k donors,
 the share is 1 / k, as in their mean. A trial step of the whole difference would be misleading. Late in training, noise
 often makes each rank's own weights worse than the anchor, although the mean of all differences improves the anchor. The
 harm from noise is proportional to the square of the share, but the gain from progress only to the share. If the donors'

@@ -11,7 +11,7 @@ The ranks stay slightly different models around a common mean. The methods diffe
 - GossipGraD (Daily et al., 1803.05880): a partner that changes in each round, so that values reach k ranks in log2 k
   rounds.
 - SGP (Assran et al., 1811.10792), ``push_sum=True``: each rank also has a mass w, which is mixed like x = w * theta.
-  Only the columns of W must add up to 1, so that directed graphs keep the mean too.
+  Only the columns of W must add up to 1, so directed graphs keep the mean too.
 - NoLoCo (Kolehmainen et al., 2506.10911): pairs, and on each rank an anchor phi and a momentum m:
   m = beta * m + gamma * (mean(theta) - phi); phi = phi + m. The paper's two terms, the mean drift and the distance to
   the partners' mean anchor, share the factor gamma here. Only theta is therefore sent.
@@ -262,7 +262,7 @@ class GossipFragment(RuleFragment):
         self.mass = 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, without a mean that is not applied yet."""
+        """Return a copy of the state, without an unapplied mean."""
         kept = {
             "names": self.layout.checksum_of_names(),
             "anchors": {place: each.clone() for place, each in self._anchors.items()},

@@ -164,8 +164,8 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
     contribute, and its weights are replaced by the mean of the other ranks.
 
     With ``center=True`` (EASGD), the parameters are pulled to a center, which is equal on all ranks and is the result
-    of the training (see :meth:`anchor_weights`). All ranks must begin with equal parameters. Parameters that are not
-    finite are replaced by the center.
+    of training (see :meth:`anchor_weights`). All ranks must begin with equal parameters. Parameters that are not finite
+    are replaced by the center.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.

@@ -127,7 +127,7 @@ def drawn(seed: int, round: int, count: int, *, first: int = 0) -> Tensor:
 def random_pair(seed: int, round: int, rank: int, members: Sequence[int]) -> tuple[int, ...]:
     """Return a rank and its random partner in a round, in ascending order.
 
-    If the number of members is odd, one of them has no partner, and is returned alone.
+    If the number of members is odd, the member without a partner is returned alone.
     """
     return next(pair for pair in random_pairs(seed, round, members) if rank in pair)
 

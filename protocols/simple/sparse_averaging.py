@@ -73,7 +73,7 @@ class RandomShare(Rule):
     )
 
     def chosen(self, round: int, count: int) -> Tensor:
-        """Return a share ``fraction`` of all indices: one random index of each range of about equal length."""
+        """Return a share ``fraction`` of all indices: one random index in each of many ranges of about equal length."""
         share = min(count, max(1, int(count * self.fraction + 0.5)))
         bounds = bounds_of(torch.arange(share + 1, device="cpu"), count, max(share, 1))
         numbers = drawn(self.seed, round, share + 1)

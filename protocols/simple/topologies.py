@@ -188,7 +188,7 @@ class Graph:
         return [member for _, member in sorted(zip(keys, members, strict=True))]
 
     def _of_hosts(self, members: tuple[int, ...], phase: int) -> Mapping[int, Shares]:
-        """Return shares within each host or, in each round after the ranks of a host have mixed, between hosts.
+        """Return shares within hosts or, after each full cycle of such rounds, between hosts.
 
         Inside a host, and between ranks with the same position on their hosts, the graph is exponential.
         """

@@ -1,8 +1,8 @@
 """Lets one rank take part in asynchronous DiLoCo with islands (groups of ranks).
 
 Each rank is a member of two groups: its island, and the group of all ranks, in which only the servers of islands
-contribute. The global server is the last rank, so that the loss of one rank does not affect a regional and the
-global server at once.
+contribute. The global server is the last rank, so that the loss of one rank does not affect both a regional server and
+the global server.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Federation:
 
     def _on_answer(self) -> None:
         if self.member.server is not None:
-            self.member.server.start_due_task()  # which merges the answer
+            self.member.server.start_due_task()  # merges the answer
 
     async def settled(self, deadline: float) -> None:
         """Wait until this rank may leave the group of all ranks. It may already leave its island."""
@@ -125,7 +125,7 @@ class Federation:
 def divided_anew(
     state: Mapping[str, Any], island: Island, sources: Mapping[int, int], *, logs: bool
 ) -> dict[str, Any] | None:
-    """Return a rank's saved state without its island's contributions, if it was saved with other islands; else None.
+    """If a state was saved with other islands, return it without its island's contributions; otherwise None.
 
     The anchors are kept. If ``logs``, a warning is logged.
 

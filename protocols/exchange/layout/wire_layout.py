@@ -342,7 +342,7 @@ class WireLayout:
         """Return the size in bytes of the memory for all encoded vectors, including gaps between them."""
         return sum(_aligned(_encoding(vector, of_mean).nbytes(0, vector.count)) for vector in self.vectors)
 
-    @torch.inference_mode(False)  # views of another dtype would otherwise belong to the caller's inference mode
+    @torch.inference_mode(False)  # otherwise views might be inference tensors, as in the caller's inference mode
     def encoded_in(self, memory: Tensor, *, of_mean: bool = False) -> list[Tensor]:
         """Return a view of ``memory``, which has at least :meth:`memory_nbytes` bytes, for each encoded vector.
 
@@ -467,6 +467,6 @@ def _moved(bounds: Sequence[int], cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plain(name: str) -> str:
-    """Return an entry's name without wrappers of ``torch.compile``, also for an optimizer's state of a parameter."""
+    """Return an entry's name without ``torch.compile``'s wrappers, even if it is a parameter's optimizer state."""
     parameter = name.removeprefix(STATE_PREFIX)
     return name.removesuffix(parameter) + plain_name(parameter)
