@@ -1,7 +1,7 @@
 """Keeps the anchor (common weights) on the leader, and updates it with the ranks' contributions.
 
 Each update makes a new version. The outer optimizer moves the parameters. Floating buffers, such as BatchNorm's
-statistics, move towards the mean of the contributions by the share of the members that have contributed. If all have
+statistics, move towards the mean of the contributions, by the fraction of members that have contributed. If all have
 contributed, they become the mean. Integer and bool buffers are copied from the first contribution.
 """
 
@@ -30,7 +30,7 @@ _YIELD_NBYTES: Final = 4 << 20  # number of bytes of a mean that are computed be
 
 
 class Contribution(NamedTuple):
-    """A worker's contribution whose values the leader has received.
+    """Holds a worker's contribution, whose values the leader has received.
 
     Attributes:
         encoded: Encoded vectors, which may be overwritten.
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
     Attributes:
         donors, weights: Ranks with finite contributions, and their weights.
         norm: L2 norm of the mean difference; NaN if no contribution was finite.
-        cosine: Mean cosine between two contributions' differences; NaN if unknown.
+        cosine: Mean cosine between pairs of contributions' differences; NaN if unknown.
     """
 
     donors: tuple[int, ...]
@@ -65,7 +65,7 @@ class Anchor:
         block: Initial values, which are copied.
 
     Attributes:
-        version: Number of changes of the anchor since the beginning of the training.
+        version: Number of changes of the anchor since training began.
     """
 
     @torch.inference_mode(False)  # a leader may begin during a step in inference mode

@@ -2,8 +2,8 @@
 
 Nothing here communicates. A contribution is identified by its worker's rank and sequence number. A restarted rank
 continues the sequence of its former process. A worker repeats its contribution to each new leader until it receives an
-anchor that contains it. The leader therefore compares its number with the rank's last applied number, so that each
-contribution is applied once.
+anchor that contains it. The leader therefore compares the contribution's number with the rank's last applied number, so
+that each contribution is applied once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Arrival:
 
 
 class Handling(enum.Enum):
-    """The leader's action for a reported contribution."""
+    """Names the leader's action for a reported contribution."""
 
     FETCH = enum.auto()  # for a new contribution
     ANSWER = enum.auto()  # for a contribution that the anchor already contains
@@ -63,12 +63,12 @@ class Arrivals:
     """Collects contributions on the leader until they suffice for a new version of the anchor.
 
     Args:
-        quorum: Number of contributing members that a version needs, or all living members if they are fewer.
+        quorum: Number of members whose contributions a version needs. If fewer members are alive, it needs all of them.
         applied: Sequence number of each rank's last contribution that the anchor contains.
 
     Attributes:
         reported: Sequence number of each rank's last reported contribution.
-        settling: Members that make no steps for now; a version does not need their contributions.
+        settling: Members that take no steps for now; a version does not need their contributions.
     """
 
     def __init__(self, members: Iterable[int], quorum: int, applied: Mapping[int, int] | None = None) -> None:
@@ -109,7 +109,7 @@ class Arrivals:
         self._fetching = {key: each for key, each in self._fetching.items() if key[0] != rank}
 
     def forget(self, rank: int, source: int | None = None) -> None:
-        """Drop a worker's unapplied contributions or, with ``source``, only those being fetched from that rank."""
+        """Drop a worker's unapplied contributions or, with ``source``, only contributions being fetched from it."""
         fetching = self._fetching.items()
         self._fetching = {key: each for key, each in fetching if key[0] != rank or source not in (None, each[0].source)}
         if source is None:
@@ -126,7 +126,7 @@ class Arrivals:
 
     @property
     def is_complete(self) -> bool:
-        """True if the contributions of all living members that make steps have arrived."""
+        """True if contributions from all living members that are taking steps have arrived."""
         return bool(self._received) and self.members - self.settling <= {rank for rank, _ in self._received}
 
     def _needed(self) -> int:

@@ -124,9 +124,9 @@ class HeLoCo:
     which is 1 / (1 - mu) times as long. ``momentum`` (mu) converts the sum for the confidence.
 
     The formula is from ``canon/math/heloco.md`` of junaidaliop/zij (00728ec) and ``torchft/heloco.py`` of
-    PanocularAI/torchft (0b0bae4), by the company of one of the authors. The defaults are torchft's. The paper itself
-    was not read. According to torchft, the paper also multiplies the corrected D by 1 / sqrt(k) for k ranks, and sends
-    the ranks a - lr mu m instead of the anchor a. This class does neither.
+    PanocularAI/torchft (0b0bae4), which belongs to the company of one of the authors. The defaults are torchft's. The
+    paper itself was not read. According to torchft, the paper also multiplies the corrected D by 1 / sqrt(k) for k
+    ranks, and sends the ranks a - lr mu m instead of the anchor a. This class does neither.
 
     Args:
         momentum: Momentum coefficient mu of the outer optimizer.

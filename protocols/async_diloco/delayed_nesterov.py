@@ -1,4 +1,4 @@
-"""Implements Nesterov momentum that is updated at every N-th arrival, an outer optimizer for asynchronous DiLoCo.
+"""Implements an outer optimizer for asynchronous DiLoCo: Nesterov momentum that is updated at every N-th arrival.
 
 D is the difference of one arrival, a the anchor, and m the momentum buffer. eps, beta, N and c are ``lr``,
 ``momentum``, ``delay`` and ``activation``. N arrivals make a window (Liu et al., 2401.09135, algorithm 3):
@@ -32,7 +32,7 @@ _BELOW_ONE: Final = 1.0 - 2.0**-53
 
 
 class DelayedNesterov(OuterOptimizer):
-    """Steps at each arrival with D / N, and updates the momentum at every N-th arrival.
+    """Takes a step with D / N at each arrival, and updates the momentum at every N-th arrival.
 
     With ``delay=1``, each step gives the same bits as ``torch.optim.SGD(lr=lr, momentum=momentum, nesterov=True,
     foreach=False)``. The momentum buffer is a sum of differences, without the factors ``lr`` and 1 - ``momentum``.
@@ -89,7 +89,7 @@ def _update_momentum(state: dict[str, Any], difference: Tensor, group: dict[str,
         mean = state.pop("accumulated").add_(difference).div_(group["delay"])
     if "momentum_buffer" in state:
         state["momentum_buffer"].mul_(group["momentum"]).add_(mean)
-    else:  # like torch, begin with the first mean itself
+    else:  # like torch, start with the first mean itself
         state["momentum_buffer"] = mean.clone() if mean is difference else mean
 
 

@@ -46,7 +46,7 @@ class AsyncMember:
     Args:
         membership: Members of the policy; opened by this object.
         store: State of this rank that a new leader needs.
-        name: Name of the channel in reports of waits.
+        name: Name of the channel in reports on what ranks are waiting for.
         regional: Connection to the global server, used if this rank leads its island; None without islands.
 
     Attributes:
@@ -75,7 +75,7 @@ class AsyncMember:
         self._early: list[tuple[int, int, AsyncMessage]] = []
         self._fetching: asyncio.Task[None] | None = None  # fetches the answer to the contribution
         self._has_inherited = False  # whether this rank has received a leaving leader's state
-        self._has_settled = False  # whether this rank is leaving, and takes over no state
+        self._has_settled = False  # whether this rank is leaving, and no longer takes over state
         self._is_closed = False
         self.server: Server | None = None
         is_overlapped = options.own.late == "skip"
@@ -143,7 +143,7 @@ class AsyncMember:
         """Wait until this rank may leave. Its contribution must be answered, and the next leader must have the anchor.
 
         A rank that has received the anchor of a leaving leader waits until it leads, and then passes the anchor on.
-        Otherwise the anchor would be lost if the old and the new leader leave at the same time.
+        Otherwise the anchor would be lost if the old and the new leader left at the same time.
 
         Return at once if a rank of this rank's replica is lost, because its replica is then no longer a member.
 
@@ -175,7 +175,7 @@ class AsyncMember:
             )
 
     async def settle(self) -> None:
-        """Notify the leader that this rank makes no steps for now, and wait for the answer to its contribution."""
+        """Notify the leader that this rank takes no steps for now, and wait for the answer to its contribution."""
         await self._membership.settle(lambda: self._store.outstanding is None)
 
     def leave(self) -> None:
@@ -225,12 +225,12 @@ class AsyncMember:
         self._anchors.admit(rank)
 
     def on_admitted(self, rank: int) -> None:
-        """As the leader, accept contributions of a rank that has joined."""
+        """As the leader, accept contributions from a rank that has joined."""
         assert self.server is not None, "only a leader admits"
         self.server.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """As the leader, stop waiting for the members that make no steps for now."""
+        """As the leader, stop waiting for the members that take no steps for now."""
         if self.server is not None:
             self.server.on_settling()
 
@@ -262,7 +262,7 @@ class AsyncMember:
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def on_message(self, envelope: Envelope[AsyncMessage]) -> None:
-        """Handle a message of another member."""
+        """Handle a message from another member."""
         message, source, number = envelope.message, envelope.source, envelope.round
         if source not in self._membership.known:
             logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)

@@ -55,7 +55,7 @@ def saved_outer(state: Mapping[str, Any]) -> tuple[int, Tensor] | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outstanding:
-    """A contribution that the leader has not answered yet."""
+    """Holds a contribution that the leader has not answered yet."""
 
     sequence: int
     block: Block
@@ -75,7 +75,7 @@ class Outstanding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """A received anchor (common weights) that contains this member's last contribution."""
+    """Holds a received anchor (common weights) that contains this member's last contribution."""
 
     report: Applied
     block: Block
@@ -98,7 +98,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldAnchor:
-    """An anchor (common weights) that a member can offer to a new leader.
+    """Holds an anchor (common weights) that a member can offer to a new leader.
 
     Attributes:
         applied: Contributions that the anchor contains.
@@ -167,7 +167,7 @@ class MemberStore:
         return found
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Start with a saved anchor and, if it was saved, the outer optimizer's state."""
+        """Start with a saved anchor and, if there is one, the saved state of the outer optimizer."""
         self.base = HeldAnchor.of(state, self.layouts)
         if "outer" in state:
             self.outer = self.base.version, state["outer"].clone()
@@ -202,7 +202,7 @@ class MemberStore:
         """Return this member's state as a dict for checkpoints.
 
         Args:
-            served: State of the newest anchor with the outer optimizer's state, if this member leads or is alone.
+            served: The newest anchor and the outer optimizer's state, if this member leads or is alone; otherwise None.
         """
         outer = None if served is not None or self.outer is None else (self.outer[0], self.outer[1].clone())
         if served is None and self.inherited is not None:  # as a successor whose election has not ended
@@ -226,11 +226,11 @@ class MemberStore:
     def take_answer(self, answer: Answer, sender: int | None = None) -> None:
         """Record the leader's answer to the last contribution: an anchor that contains the contribution.
 
-        The anchor contains later contributions if the ranks have saved separately, and this rank earlier than the
+        The anchor contains later contributions if the ranks saved separately, and this rank saved earlier than the
         leader. The next contributions then get larger numbers.
 
         Args:
-            sender: This rank, by which the leader counts its contributions; None if this is not known.
+            sender: This rank, if the leader counts contributions by rank; otherwise None.
         """
         self.answer, self.outstanding = answer, None
         applied = 0 if sender is None else dict(answer.report.applied).get(sender, 0)

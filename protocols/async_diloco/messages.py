@@ -47,7 +47,7 @@ class Applied:
         applied: Contributions that the anchor contains.
         donors, weights: Ranks whose contributions made this version, ascending, and their weights.
         staleness: Number of versions between the contribution's base and its application.
-        norm, cosine: L2 norm of the mean difference, and mean cosine between two contributions; NaN if unknown.
+        norm, cosine: L2 norm of the mean difference, and mean cosine between pairs of contributions; NaN if unknown.
         steps: Number of training steps until the worker's next contribution.
         outer_nbytes: Size in bytes of the outer optimizer's state, which the worker must fetch too; 0 if not offered.
         grace_s: Seconds that the leader has waited for contributions to this version after the quorum.
@@ -110,7 +110,7 @@ class MemberState:
 
 @dataclass(frozen=True, slots=True)
 class AnchorRequest:
-    """Asks a member, as a new leader, to offer its newest anchor. The round number is the anchor's version.
+    """Asks a member to offer its newest anchor to a new leader, the sender. The round number is the anchor's version.
 
     Attributes:
         is_outer: Whether the leader wants the member's copy of the outer optimizer's state instead.

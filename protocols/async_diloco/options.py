@@ -23,7 +23,7 @@ from asyncdist.protocols.selective.islands.layout import IslandOptions
 from asyncdist.protocols.step_info import PolicyEvent
 from asyncdist.tensors.codecs import Codec
 
-#: By default, the anchor moves by each difference divided by 1 + its staleness. One contribution of each of k equally
+#: By default, the anchor moves by each difference divided by 1 + its staleness. One contribution from each of k equally
 #: fast ranks then moves the anchor by about their mean difference, for any k.
 DEFAULT_OUTER: Final = functools.partial(torch.optim.SGD, lr=1.0)
 DEFAULT_CORRECTION: Final = StalenessWeight(power=1.0, first_round=True)
@@ -316,5 +316,5 @@ class ServerOptions:
         return rank if self.islands is None else self.islands[rank]
 
     def sender_of(self, rank: int) -> int | None:
-        """Return ``rank``, or None on the global server, where contributions have the numbers of islands' versions."""
+        """Return ``rank``, or None on the global server, where contributions are numbered by islands' versions."""
         return rank if self.islands is None else None

@@ -1,14 +1,14 @@
 """Asynchronous DiLoCo: the leader applies each rank's difference to the anchor when it arrives, and no rank waits.
 
 Each rank trains alone from an anchor a_v. After ``average_every`` steps (H) it sends the difference D = a_v - theta
-between this anchor and its weights to the leader, and continues to train. The leader makes one step of the outer
+between this anchor and its weights to the leader, and continues training. The leader takes one step of the outer
 optimizer with D, or with the mean difference of ``quorum`` ranks, and sends the new anchor back. The rank applies the
-anchor in its first step after the arrival:
+anchor in its first step after the anchor arrives:
 
     theta <- a_new + (theta - theta_captured)
 
 (Liu et al., 2401.09135; with quorum and grace period: Decoupled DiLoCo, 2604.21428.) A rank has at most one difference
-in flight, so it makes more steps per contribution if the leader is slow. A slow rank makes only its own contributions
+in flight, so it takes more steps per contribution if the leader is slow. A slow rank makes only its own contributions
 stale.
 
 With ``islands``, each island has a leader, which contributes to a global server (HALoS, 2506.04531):
@@ -92,13 +92,13 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
                 await policy.step()
 
     All ranks must begin with equal weights. The outer optimizer moves the parameters. Floating buffers, such as
-    BatchNorm's statistics, move towards the mean of each version's contributions, by the share of the ranks that have
+    BatchNorm's statistics, move towards the mean of each version's contributions, by the fraction of ranks that have
     contributed. Integer and bool buffers are copied from the version's first contributing rank. The inner optimizer
     keeps its state. A rank whose weights are not finite does not contribute. It receives the anchor, and its inner
     optimizer's state is cleared (``StepInfo.recovered``).
 
-    With ``late="wait"`` and a quorum of all ranks, this policy equals :class:`DiLoCoPolicy` with the same outer
-    optimizer.
+    With ``late="wait"`` and a quorum of all ranks, this policy is equivalent to :class:`DiLoCoPolicy` with the same
+    outer optimizer.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -140,7 +140,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         self._alone: Anchor | None = None  # the anchor if this rank is alone
         self._island: Island | None = None  # None without islands
         self._federation: Federation | None = None  # None before the start, and without islands
-        self._is_divided_anew = False  # whether the loaded checkpoint is of other islands
+        self._is_divided_anew = False  # whether the loaded checkpoint was saved with other islands
         self._global_store: MemberStore  # this rank's global anchor and its island's contribution; only with islands
         self._member: AsyncMember | None = None  # None before the start, and if this rank is alone
         self._stopwatch = Stopwatch() if own.dynamic_steps or own.grace_steps else None
@@ -303,7 +303,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         """As the leader, send the state after this step to a restarted rank that has asked to join."""
         followers: Sequence[Tensor] = ()
         if self._links is not None:
-            if not self._admits_replica:  # the other ranks of this replica do not know that a replica waits
+            if not self._admits_replica:  # the other ranks of this replica do not know that a replica is waiting
                 return
             self._admits_replica = False
             followers = await self._collect_states(self._links)
@@ -322,10 +322,9 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         """Stop updating the anchor (common weights) until the next step, so that the states of all ranks match.
 
         :func:`asyncdist.save_population` calls this method, and updates resume before it returns. The weights do not
-        change. With ``late="wait"``, updates
-        continue, because other ranks may wait for them in their steps. The leader then does not wait for ranks that
-        have called this method, even without a quorum. With ``late="wait"`` and a quorum, all ranks must call this
-        method before a collective operation of the training loop.
+        change. With ``late="wait"``, updates continue, because other ranks may wait for them in their steps. The leader
+        then does not wait for ranks that have called this method, even without a quorum. With ``late="wait"`` and a
+        quorum, all ranks must call this method before a collective operation of the training loop.
 
         Raises:
             BusyError: The call is inside a block of :meth:`anchor_weights`.
@@ -341,7 +340,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
 
         :func:`asyncdist.save_population` calls this method when all ranks have called :meth:`settle`. It calls
         :meth:`unfreeze_state` when all ranks have copied their states, so that no rank's anchor is newer than the
-        leader's. Other calls may deadlock: a rank that waits in a step with ``late="wait"`` waits for an update.
+        leader's. Other calls may deadlock, because a rank in a step with ``late="wait"`` may be waiting for an update.
         """
         for member in self._serving_members():
             if member.server is not None:  # it may have been elected during the last freeze
@@ -354,7 +353,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
                 member.server.unfreeze()
 
     def _serving_members(self) -> list[AsyncMember]:
-        """Return this rank's members, which may serve: of all ranks, or with islands of its island and of islands."""
+        """Return this rank's members that may serve. With islands: one in its island, and one among all ranks."""
         members = [self._member, None if self._federation is None else self._federation.global_member]
         return [each for each in members if each is not None]
 
@@ -493,7 +492,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         return block, Arrived(own.base.version, self._progress.steps, self._progress.tokens, norm, speed)
 
     async def _apply_alone(self, contribution: Outstanding) -> None:
-        """Apply the contribution of a rank that trains alone, and take the answer that a leader would send."""
+        """Apply the contribution of a rank that trains alone, and store the answer that a leader would send."""
         anchor, own, rank, report = self._alone, self._store, self._world.rank, contribution.report
         assert anchor is not None, "the rank is not alone"
         own.outstanding = contribution  # stored, so that a cancelled call can be repeated
@@ -530,7 +529,7 @@ class AsyncDiLoCoPolicy(AsyncReplicatedPolicy):
         waited_s = self._world.time() - began_at
         if self._is_first:
             answer = self._store.apply_answer()
-            is_known = self._progress.was_sound and not nonfinite  # otherwise, the progress since is unknown
+            is_known = self._progress.was_sound and not nonfinite  # otherwise, the progress since then is unknown
             keeps_progress = self._progress.captured_at < self.iteration and is_known
             with self._weights.following():
                 self._captures.apply(answer.block, self._tensors(), keeps_progress=keeps_progress)

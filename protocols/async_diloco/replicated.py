@@ -5,7 +5,7 @@ other ranks, its followers, act in the same steps (:mod:`protocols.exchange.repl
 
 A restarted replica joins the running policy through its first rank, which loads the leader's state. Each follower gets
 the optimizer's state of its counterpart in the leader's replica: under DDP a copy of the first rank's state, and under
-`fully_shard` the state that the leader has collected from its own followers when it admitted the replica.
+`fully_shard` the state that the leader collected from its own followers when it admitted the replica.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from asyncdist.tensors.optimizers.loading import load_named, named_state
 
 
 class AsyncReplicatedPolicy(AnchoredPolicy):
-    """Base class of asynchronous DiLoCo: one rank, or the first rank of each replica, is a member for its replica."""
+    """Base class of asynchronous DiLoCo. The first (or only) rank of each replica is a member for its replica."""
 
     _own_options: AsyncDiLoCoOptions
     _known_infinities: KnownInfinities
     _links: FollowerLinks | None = None  # None unless replicas have several ranks
     _is_first = True  # whether this rank is the first, or the only, rank of its replica, and contributes for it
     _is_compared = False  # whether the replica's ranks are known to have equal weights
-    _saved: Mapping[str, Any] | None = None  # kept until a start succeeds: one that fails may be repeated
+    _saved: Mapping[str, Any] | None = None  # kept until a start succeeds, since a failed start may be repeated
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
 

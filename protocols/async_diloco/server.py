@@ -92,7 +92,7 @@ class Server:
         # Offers of anchors or outer optimizers' states, by rank and version.
         self._anchor_offers: dict[tuple[int, int], AnchorOffer] = {}
         self._speeds: dict[int, float] = {}  # last reported steps per second, by rank
-        self._early: list[tuple[int, int, Arrived]] = []  # contributions reported before this leader has an anchor
+        self._early: list[tuple[int, int, Arrived]] = []  # contributions reported before this leader had an anchor
         # Encoded contributions that have arrived, by rank and sequence number.
         self._blocks: dict[tuple[int, int], Tensor] = {}
         self._task: asyncio.Task[None] | None = None  # task that chooses the first anchor, or makes new versions
@@ -120,7 +120,7 @@ class Server:
         self.start_due_task()
 
     async def _elect(self) -> None:
-        """Start to serve with the newest anchor and the newest outer optimizer's state of the living members."""
+        """Start serving with the newest anchor and the newest outer optimizer's state of the living members."""
         me = self._services.rank
         held: HeldAnchor | None = None
         outer: tuple[int, Tensor] | None = None
@@ -175,10 +175,10 @@ class Server:
         self._services.engine.recheck()
 
     def _begin(self, held: HeldAnchor, outer: tuple[int, Tensor] | None, elected: int) -> None:
-        """Start to serve with an anchor (common weights) and an outer optimizer's state.
+        """Start serving an anchor (common weights) with the state of an outer optimizer.
 
         Args:
-            elected: Version of the members' newest anchor, which the outer optimizer's state should have too.
+            elected: Version of the members' newest anchor. The outer optimizer's state should be of the same version.
         """
         own = self._options.own
         anchor = Anchor(self._layouts, own, held.block, held.version)
@@ -226,11 +226,11 @@ class Server:
         self._services.engine.recheck()
 
     def on_admitted(self, rank: int) -> None:
-        """Accept contributions of a rank that has joined."""
+        """Accept contributions from a rank that has joined."""
         self._arrivals.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Stop waiting for contributions of members that make no steps for now."""
+        """Stop waiting for contributions from members that take no steps for now."""
         self._arrivals.settling = self._membership.settling
         self.start_due_task()
         self._services.engine.recheck()
@@ -288,7 +288,7 @@ class Server:
             if self._membership.living <= self._member_states.keys():
                 self._task = self._anchors.spawn(self._elect(), "election of the anchor")
         elif self._is_frozen and not self._is_leaving:
-            self._answer_registrations()  # which change no anchor, and the save may wait for a new server's election
+            self._answer_registrations()  # changes no anchor, and the save may be waiting for a new server's election
         elif self._can_make_version():
             self._task = self._anchors.spawn(self._make_versions(), "versions of the anchor")
         if self._task is not None:

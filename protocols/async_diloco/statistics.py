@@ -22,7 +22,7 @@ class Progress:
     Attributes:
         wanted: Number of steps after which the next contribution is made.
         captured_at: Iteration of the last contribution.
-        is_waiting: Whether the rank waits for an anchor that contains its last contribution.
+        is_waiting: Whether the rank is waiting for an anchor that contains its last contribution.
         reported: Report on the last contribution; None before the first.
         contribution_count: Number of contributions that this process has made.
         postponed_count: Number of steps in which a contribution was due while the last one was unanswered.
@@ -39,7 +39,7 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """True if the rank has made enough steps for its next contribution."""
+        """True if the rank has taken enough steps for its next contribution."""
         return self.steps >= self.wanted
 
     @property
@@ -78,7 +78,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class AsyncDiLoCoStatistics:
-    """Counts of one rank's steps and contributions.
+    """Counts one rank's steps and contributions.
 
     Attributes:
         version: Version of the anchor (common weights) from which this rank trains.
@@ -87,14 +87,14 @@ class AsyncDiLoCoStatistics:
         waited_s: Seconds that steps have spent waiting for anchors and applying them.
         sent_nbytes: Total encoded size in bytes of this rank's contributions.
         applied_count: As the leader, number of contributions applied to the anchor.
-        mean_staleness: As the leader, mean staleness of the applied contributions in versions.
-        mean_grace_s: As the leader, mean seconds per version of waiting for contributions after the quorum.
+        mean_staleness: As the leader, mean staleness, in versions, of the applied contributions.
+        mean_grace_s: As the leader, mean seconds per version spent waiting for contributions after the quorum.
         lost_outer_state_count: Number of times that this rank became the leader with an outer optimizer's state older
             than the anchor.
         merge_count: As the server of an island, number of merges of the global anchor.
         lost_progress_count: Number of times that this rank became the server of its island without the island's newest
-            state, so that progress since the last merge was not contributed.
-        global_count: As the global server, number of applied contributions of islands.
+            state, so progress since the last merge was not contributed.
+        global_count: As the global server, number of applied contributions from islands.
         global_version: Version of the newest global anchor that this rank has received; 0 without islands.
     """
 

@@ -1,10 +1,10 @@
 """Computes numbers of steps and grace periods from the ranks' measured speeds, without reading a clock.
 
-If all ranks make the same number of steps, the slow ranks' differences are stale. With dynamic local updates (Liu et
-al., 2401.09135) the number of steps is proportional to a rank's speed, so that all ranks take about the same time.
+If all ranks took the same number of steps, the slow ranks' differences would be stale. With dynamic local updates (Liu
+et al., 2401.09135) the number of steps is proportional to a rank's speed, so that all ranks take about the same time.
 
 After the quorum, the leader can wait for further contributions without loss of time, because the ranks train meanwhile.
-Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains of tau training steps:
+Decoupled DiLoCo (2604.21428) waits for a share g < 1 of the time that remains in tau training steps:
 
     grace = max(0, g (tau step_s - quorum_s - sync_s))
 """
@@ -20,7 +20,7 @@ _SHARE: Final = 0.9
 
 
 def steps_at_speed(average_every: int, rank: int, speeds: Mapping[int, float]) -> int:
-    """Return the number of steps that a rank makes before it contributes, at least 1.
+    """Return the number of steps that a rank takes before it contributes, at least 1.
 
     This is ``average_every`` times the rank's speed over the largest speed, rounded down, or ``average_every`` if the
     rank's speed is not known.

@@ -1,11 +1,11 @@
 """Eager outer steps: an anchor moves by the rank's own new difference and the other ranks' previous differences.
 
-With k ranks, rank i's anchor makes the outer step of round t with the gradient (Kale et al., 2502.12996)
+With k ranks, rank i's anchor takes the outer step of round t with the gradient (Kale et al., 2502.12996)
 
     D_i(t) / k + [D(t - 1) - D_i(t - 1) / k]
 
-No rank waits for the mean D(t), which is in flight until round t + 1. Each share of a mean is applied once, but a rank
-applies its own share one round before the other ranks' shares. The anchors therefore differ between the ranks.
+No rank waits for the mean D(t), which is in flight until round t + 1. Each rank's share of a mean is applied once, but
+a rank applies its own share one round before the other ranks' shares. The anchors therefore differ between the ranks.
 :class:`AnchorMean` makes them equal.
 """
 
@@ -72,7 +72,7 @@ class EagerFragment(FragmentState):
 
         Args:
             donor_count: Number of ranks that contribute to the new mean; 0 if this rank's contribution is not used. The
-                gradient is then the rest alone, and no step is made if the rest is zero.
+                gradient is then the rest alone, and no step is taken if the rest is zero.
         """
         if donor_count:
             for rest, own in zip(self._rest, self._own, strict=True):

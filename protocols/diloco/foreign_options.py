@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-#: Hint of the error that is raised if another library's option is passed to a policy, by the option's name.
+#: Hints for the errors that are raised if another library's option is passed to a policy, by the option's name.
 FOREIGN_OPTIONS: Final = {
     **dict.fromkeys(
         ("sync_every", "local_sgd_steps", "target_batch_size", "H", "inner_steps", "num_inner_steps", "local_steps"),

@@ -110,7 +110,7 @@ class FragmentState(Fragment):
         if self._outer is not None and encoded:
             norm = math.hypot(*map(norm_of, differences))
             # mean_cosine() compares the norms of the ranks' differences with the norm of their mean. It cannot be used
-            # if other values than these differences were sent, or if they were combined otherwise than by a mean.
+            # if values other than these differences were sent, or if they were not combined by a mean.
             is_other = bool(self._encoder.residuals) or self.layout.codec.name == "topk" or not self.layout.is_cut
             cosine = None if is_other else mean_cosine(verdict, norm)
             self._keep_base()
@@ -133,8 +133,8 @@ class FragmentState(Fragment):
         """Write the last mean into the model's tensors. See :meth:`Fragment.apply`.
 
         Parameters become ``mixing`` * own + (1 - ``mixing``) * new, or in a late step own + (new - captured), which
-        keeps the rank's progress since its contribution. New values are the anchor's, otherwise the mean's. Sums are
-        computed in the vector's dtype.
+        keeps the rank's progress since its contribution. New values are the anchor's if there is an anchor, otherwise
+        the mean's. Sums are computed in the vector's dtype.
         """
         mixing, keeps_progress = 0.0 if is_whole else self._mixing, is_late and not is_whole
         anchors, all_captured = iter(self.anchors), iter(self._captured)

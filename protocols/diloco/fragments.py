@@ -1,4 +1,4 @@
-"""Divides the entries of a model's flat state into fragments, which are exchanged at different steps.
+"""Divides the entries of a model's flat state into fragments, which are exchanged in different steps.
 
 Each entry belongs to exactly one fragment, and no fragment is empty. The division depends only on the entries' names,
 shapes and dtypes, so it is equal on all ranks. Tied weights are one entry with several names, which the outer optimizer
@@ -110,7 +110,7 @@ def _listed_place(entry: Entry, listed: Mapping[str, set[int]]) -> int:
 
 
 def _enclosing_names(name: str) -> Iterator[str]:
-    """Yield the names of a tensor and of the modules that it is in, also without the wrappers of `torch.compile`."""
+    """Yield the names of a tensor and of all modules around it, with and without the wrappers of `torch.compile`."""
     for known in {name, plain_name(name)}:
         parts = known.split(".")
         for length in range(1, len(parts) + 1):
@@ -118,9 +118,10 @@ def _enclosing_names(name: str) -> Iterator[str]:
 
 
 def warn_of_iterates(entries: Sequence[Entry], options: str) -> None:
-    """Log a warning if entries include the z of a schedule-free optimizer, for options under which z loses progress.
+    """Log a warning if entries include the z of a schedule-free optimizer, which loses progress under these options.
 
-    The mean of z is older than the rank's z, and replaces it like a buffer, while parameters keep the progress since.
+    The mean of z is older than the rank's z, and replaces it like a buffer, while parameters keep the progress made
+    since then.
     """
     if any(name.startswith(STATE_PREFIX) for entry in entries for name in entry.names):
         logger.warning(

@@ -26,7 +26,7 @@ Weighting: TypeAlias = Literal["equal", "tokens"]
 Merge: TypeAlias = Literal["mean", "radial"]
 #: Whether a step whose mean is due but has not arrived waits for the mean, or continues without it.
 Late: TypeAlias = Literal["wait", "skip"]
-#: Smallest number of tokens of a step, and smallest weight of a contribution by tokens.
+#: Smallest number of tokens in a step, and smallest weight of a contribution that is weighted by tokens.
 LEAST_TOKENS: Final = 1e-9
 LOSES_VALUES: Final = (
     "wire='topk' without error_feedback loses the values that it does not send; pass error_feedback=0.95 or 1.0"
@@ -57,7 +57,7 @@ class DiLoCoOptionNames(ExchangeOptionNames, total=False):
 
 
 def outer_factory(name: str, value: Any) -> Any:
-    """Check an option that makes an outer optimizer, and return it."""
+    """Check and return the option that makes an outer optimizer."""
     del name
     check_factory(value)
     return value
@@ -284,7 +284,7 @@ def check_has_whole_tensors(merge: Merge, *, holds_shards: bool) -> None:
 
 
 def described(factory: OuterFactory) -> str:
-    """Return an outer optimizer's class and its options that differ from the defaults, to compare the ranks' options.
+    """Return an outer optimizer's class and non-default options, by which the ranks' optimizers are compared.
 
     The factory is called, because functions with equal names may build different optimizers.
     """
@@ -320,8 +320,8 @@ class StepTokens:
         """Return the number of tokens or examples of a step: ``tokens``, or 1 if it is None.
 
         Args:
-            metric: Value that was passed to ``step`` by position, where a number of tokens is an error. None if the
-                policy takes a metric there.
+            metric: First positional argument of ``step``, which must not be a number of tokens. None if the policy
+                takes a metric there.
 
         Raises:
             TypeError: The weights are ``"tokens"``, and the number of tokens was passed by position.

@@ -1,4 +1,4 @@
-"""DiLoCo's default outer optimizer, and adaptive optimizers of federated learning, which torch does not have.
+"""DiLoCo's default outer optimizer, and federated learning's adaptive optimizers, which torch does not have.
 
 Other methods use ``torch.optim.SGD`` as the outer optimizer, or none. In this table, a is the anchor, and D is the
 anchor minus the mean of the ranks' weights. m is the momentum buffer, and lr and b are the options ``lr`` and
@@ -22,7 +22,7 @@ LocalSGD       ``None``                                      a <- mean of the ra
   update above only while the inner learning rate is constant.
 - MuLoCo's one-rank code (Therien et al., 2025) has lr inside its buffer: m <- b m + lr D; a <- a - b m - lr D. This
   equals the update above only while the outer lr is constant.
-- ``SGD(lr=1.0)`` does not equal LocalSGD to the bit, because a - (a - mean) is rounded.
+- ``SGD(lr=1.0)`` is not bit for bit equal to LocalSGD, because a - (a - mean) is rounded.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _FedOptimizer(OuterOptimizer):
     """Base class of optimizers with a first moment m and a second moment v: a <- a - lr m / (sqrt(v) + tau).
 
     As in algorithm 2 of Reddi et al. (ICLR 2021), the moments have no bias correction, and v starts at tau ** 2. (The
-    optimizers of TensorFlow Federated, and FedAdam of later versions of Flower, correct the bias.) Each operation is
+    optimizers of TensorFlow Federated, and FedAdam in later versions of Flower, correct the bias.) Each operation is
     rounded separately and correctly, so that the bits do not depend on the processor.
     """
 
@@ -134,7 +134,7 @@ class FedAdam(_FedOptimizer):
 class FedYogi(_FedOptimizer):
     """Yogi as an outer optimizer: v <- v - (1 - beta2) D ** 2 sign(v - D ** 2).
 
-    After a large D, v falls more slowly than with :class:`FedAdam`, so that steps do not suddenly become large.
+    After a large D, v falls more slowly than with :class:`FedAdam`, so steps do not suddenly become large.
 
     Args:
         params, lr, tau: See :class:`FedAdam`.
@@ -177,9 +177,10 @@ class FedAdagrad(_FedOptimizer):
 
 
 def _sqrt(values: Tensor, out: Tensor) -> Tensor:
-    """Write the correctly rounded roots of ``values`` into ``out`` and return it.
+    """Write the correctly rounded square roots of ``values`` into ``out``, and return ``out``.
 
-    numpy is used on CPUs, where torch's roots depend on the processor. MKL rounded 0.6 % of float32 roots wrongly.
+    numpy is used on CPUs, where torch's square roots depend on the processor. MKL rounded 0.6 % of float32 square roots
+    incorrectly.
     """
     if values.device.type == "cpu":
         np.sqrt(values.numpy(), out=out.numpy())

@@ -160,7 +160,7 @@ class OuterStep:
 @torch.inference_mode(False)
 @torch.no_grad()
 def check_factory(factory: object) -> None:
-    """Check the option ``outer_optimizer`` with an optimizer of two elements that makes two steps.
+    """Check the option ``outer_optimizer`` by taking two steps with an optimizer of two elements.
 
     Raises:
         TypeError: The factory is not a function, or does not return a ``torch.optim.Optimizer``.
@@ -251,8 +251,8 @@ def _keeps(optimizer: torch.optim.Optimizer, tensor: Tensor) -> bool:
 def _use_fast_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Choose torch's implementations for large tensors.
 
-    With a fused kernel, a step of SGD takes a third of the time that it takes without. With ``foreach``, it would need
-    temporary memory of the size of all anchors.
+    With a fused kernel, a step of SGD takes a third of the usual time. With ``foreach``, the step would need temporary
+    memory of the size of all anchors.
     """
     for group in optimizer.param_groups:
         if "foreach" in group:

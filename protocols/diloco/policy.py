@@ -11,9 +11,9 @@ difference as its gradient. The anchor becomes the new weights of all ranks:
 theta_i + (1 - alpha) a (Streaming DiLoCo: Douillard et al., 2501.18512). Without an outer optimizer, the weights
 themselves are averaged (local SGD; with ``weights="tokens"`` federated averaging: McMahan et al., 2017).
 
-The ranks wait for each other when a mean is applied. With ``late="skip"``, each rank instead applies a mean after its
-arrival, and keeps the progress since it captured its weights. If a rank is lost, the remaining ranks are averaged
-(:mod:`protocols.exchange.ledger`).
+The ranks wait for each other when a mean is applied. With ``late="skip"``, each rank instead applies a mean after the
+mean arrives, and keeps the progress made since it captured its weights. If a rank is lost, the remaining ranks are
+averaged (:mod:`protocols.exchange.ledger`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
     inner optimizer keeps its state. A rank whose weights are not finite does not contribute. It receives the other
     ranks' mean, and its inner optimizer's state is cleared (``StepInfo.recovered``).
 
-    If some ranks end their training earlier, the others continue without them.
+    If some ranks end training earlier, the others continue without them.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.
@@ -95,7 +95,7 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
     ) -> None:
         own = self._own_options = DiLoCoOptions.of(options)
         own.check_combination(validation.count("average_every", average_every))
-        # With ``eager``, a mean is applied one round after its contribution.
+        # With ``eager``, a mean is applied one round after the contributions to it.
         overlap_steps = average_every if own.eager else own.overlap_steps
         schedule = Schedule(average_every, own.fragments, overlap_steps, own.warmup_steps)
         super().__init__(
@@ -115,7 +115,8 @@ class DiLoCoPolicy(ExchangePolicy, AnchoredPolicy):
         self._chosen = fragments_of(self._whole_entries(), own.fragments, own.fragment_pattern)
         self._step_tokens = StepTokens(own.weights)
         self._tokens = [0.0] * own.fragments  # tokens since each fragment's last contribution
-        # By fragment: round whose mean its next eager step applies, and the seconds for which a step waited for it.
+        # By fragment: round whose mean its next eager step applies, and the seconds that a step has waited for the
+        # mean.
         self._arrived_means: dict[int, tuple[PendingRound, float]] = {}
         self._anchor_means: list[AnchorMean] = []  # by fragment; empty without eager
         self._settled_at = 0  # last round after which the anchors were averaged

@@ -5,8 +5,8 @@ For tensors v_i with weights w_i, and phi(x) = x / |x| with phi(0) = 0 (Decouple
     sum(w_i |v_i|) / sum(w_i) * phi(sum(w_i phi(v_i)) / sum(w_i))
 
 The plain mean of k orthogonal tensors of equal norm is shorter by a factor of sqrt(k), but the radial-directional mean
-keeps their norm. If the directions cancel each other, it falls back to the plain mean. Embeddings always use the plain
-mean.
+keeps their norm. If the directions cancel each other out, the plain mean is used instead. Embeddings always use the
+plain mean.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Implements an evolution strategy: all ranks train one model without gradients, and send each other only losses.
 
 In each step, each rank evaluates the common weights with a few random perturbations and their mirror images. The scores
-are sent in the reports of an exchange, whose data are only the model's buffers. Each rank then estimates the gradient,
-and makes one step of the optimizer. All ranks add in the same order, so their weights stay equal. If a rank is lost,
-its pairs of the round do not count.
+are sent in the reports of an exchange that averages only the model's buffers. Each rank then estimates the gradient,
+and takes one step of the optimizer. All ranks add in the same order, so their weights stay equal. If a rank is lost,
+its pairs in this round do not count.
 
 Perturbations are never sent. Each rank draws all ranks' perturbations from the seed, the round and the ranks' numbers.
 With n mirrored pairs eps, the estimated gradient of the score F at the weights theta is
@@ -55,7 +55,7 @@ logger = logging.getLogger("protocols.evolution")
 #: Entries of parameter groups that do not change what a step computes.
 _NO_SETTINGS: Final = frozenset(("params", "initial_lr", "foreach", "fused", "capturable", "differentiable"))
 _NUMBERS: Final = (float, tuple, list)
-#: Largest factor of a perturbation with which float32 sums of scaled perturbations are finite.
+#: Largest factor of a perturbation for which float32 sums of scaled perturbations are finite.
 _LARGEST: Final = torch.finfo(torch.float32).max / 16
 
 #: Whether perturbations are weighted by their scores, or by the ranks of their scores.
@@ -143,9 +143,9 @@ class EvolutionStrategyPolicy(ExchangePolicy):
     the estimated gradient into the parameters' ``grad``, calls ``optimizer.step()``, and restores each ``grad``. The
     policy trains the optimizer's parameters that require a gradient.
 
-    All ranks must begin with equal weights and equal states of the optimizer. They then stay equal to the bit on equal
-    machines. Floating buffers, such as BatchNorm's statistics, are averaged in each step. Integer and bool buffers are
-    copied from the first rank. Changes of buffers by ``evaluate`` are undone.
+    All ranks must begin with equal weights and equal optimizer states. On equal machines, these then stay bit for bit
+    equal. Floating buffers, such as BatchNorm's statistics, are averaged in each step. Integer and bool buffers are
+    copied from the first rank. Changes that ``evaluate`` makes to buffers are undone.
 
     Args:
         model: Model that the ranks train; see :class:`SpawnPolicy`.
@@ -173,12 +173,12 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         self._metric, self._metric_mode = own.metric, own.metric_mode
         self._evaluation: MetricSource = None  # metric of the current step
         self._has_warned = self._has_warned_of_settings = False
-        self._settings: int | None = None  # checksum of the optimizer's settings when this rank reported last
+        self._settings: int | None = None  # checksum of the optimizer's settings in this rank's last report
 
     def step(
         self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
     ) -> Coroutine[Any, Any, StepInfo]:
-        """Evaluate this rank's perturbations, and make one step of the optimizer. See :meth:`SpawnPolicy.step`.
+        """Evaluate this rank's perturbations, and take one step of the optimizer. See :meth:`SpawnPolicy.step`.
 
         Args:
             loss: Callable without arguments that returns the loss of the model's current weights; smaller is better.
@@ -187,7 +187,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
 
         Raises:
             TypeError: A metric is not callable.
-            ValueError: The call and the policy have no metric.
+            ValueError: Neither the call nor the policy has a metric.
         """
         if self._first_call is None:
             self.note_call(line_of_caller())
@@ -207,7 +207,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
     def _first_weights(self) -> dict[str, str]:
         """Return the checksum of the trained parameters, which must be equal on all ranks."""
         if self._was_loaded:
-            return {FIRST_WEIGHTS: "saved"}  # on unequal machines, saved weights may differ in the last bits
+            return {FIRST_WEIGHTS: "saved"}  # on different kinds of machines, saved weights may differ in the last bits
         checksum = 0
         for each in self._trained():
             checksum = zlib.crc32(byte_view(each.detach().cpu().contiguous()), checksum)
@@ -253,7 +253,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
         return (*scores, float(self._settings))
 
     async def _write(self, fragment: int, ready: Readiness, *, is_late: bool, is_left_out: bool) -> None:
-        """Write the mean of the buffers, and make a step along the estimated gradient."""
+        """Write the mean of the buffers, and take a step along the estimated gradient."""
         own, mean = self._fragments[fragment], self._fragments[fragment].mean
         assert mean is not None, "there is no mean to apply"
         verdict, number = mean.verdict, own.version
@@ -284,7 +284,7 @@ class EvolutionStrategyPolicy(ExchangePolicy):
                 each.grad = own_gradient
 
     def _compare_settings(self, donor: int, settings: int) -> None:
-        """If the optimizer's settings differ from those of a donor, log a warning. Log it only once."""
+        """Log a warning, only once, if the optimizer's settings differ from a donor's."""
         if self._settings in (None, settings) or self._has_warned_of_settings:
             return
         self._has_warned_of_settings = True

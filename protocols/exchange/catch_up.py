@@ -1,4 +1,4 @@
-"""Sends the newest state of a fragment to a member that is behind, and receives it on that member.
+"""Sends the newest state of a model fragment to a member that is behind, and receives it on that member.
 
 A member is *behind* if it lacks the mean of a round and no member offers this mean any longer. The leader names a
 holder, a member with the state after this round or a later one. On request, the holder copies the fragment's state into
@@ -31,7 +31,7 @@ class CatchUp:
         self._services = services
         self._fragments = fragments
         self.offers = offers
-        self._asked: dict[int, int] = {}  # by fragment: rank whose state was requested and has not arrived
+        self._asked: dict[int, int] = {}  # by fragment: rank whose requested state has not arrived
 
     def ask(self, number: int, holder: int) -> None:
         """Ask ``holder`` for a model fragment's state after round ``number``, unless such a request is pending."""

@@ -14,7 +14,7 @@ from asyncdist.protocols.step_info import NOTHING, Contributed, StepInfo
 
 @dataclass(slots=True)
 class AverageCounts:
-    """Counts of one rank's contributions and applied averages; see also :class:`ExchangeStatistics`.
+    """Counts one rank's contributions and applied averages; see also :class:`ExchangeStatistics`.
 
     Attributes:
         wire_nbytes: Total encoded size of the contributions in bytes.

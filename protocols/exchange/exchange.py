@@ -2,8 +2,8 @@
 
 Each member contributes a fragment (a part) of its model, and continues to train. When all members have contributed to a
 round, the leader decides which contributions are averaged (:mod:`protocols.exchange.ledger`). The members then exchange
-the data (:mod:`protocols.exchange.rounds`) in calls that let messages move, or read each other's memory if the kernel
-allows it.
+the data (:mod:`protocols.exchange.rounds`) in calls that let messages move. If the kernel allows it, they read each
+other's memory instead.
 
 A :class:`~protocols.joining.membership.Membership` tracks the members and their leader, and admits restarted ranks. If
 the leader is lost, each member reports the state of its rounds to the next leader. Messages between two ranks arrive in
@@ -67,7 +67,7 @@ class Exchange:
     Args:
         membership: Membership of the policy, opened by the constructor.
         fragments: Fragments of this member's model, which receive the means.
-        is_overlapped: Whether a mean is applied in a later step than that of the contribution.
+        is_overlapped: Whether a contribution's mean is applied in a later step.
         skips_late: Whether ranks continue to train without a mean that is late. With either option, ranks train during
             transfers.
         weigh: Pure function of the members' reports that returns the donors (members whose contributions are averaged)
@@ -75,7 +75,7 @@ class Exchange:
         partners: Pure function that chooses whose contributions each member averages. By default, all members share one
             mean.
         replicas: Replicas of the ranks. Only ranks with the same part of the model exchange data, and a replica is a
-            donor as a whole.
+            donor as a whole or not at all.
         quorum: Condition for deciding a round without all members, or None to wait for all.
     """
 
@@ -102,8 +102,8 @@ class Exchange:
         self._retired = [0] * len(fragments)  # by fragment: last retired round, whose mean is no longer offered
         self._holders = [-1] * len(fragments)  # by fragment: a member with the state after the last retired round
         self._is_paused = False  # whether this member has asked rounds not to wait for it
-        self._is_ending = False  # whether this member contributes to no further round
-        self._unused: dict[int, list[Tensor]] = {}  # by fragment: memory for a contribution that is not made yet
+        self._is_ending = False  # whether this member will contribute to no further round
+        self._unused: dict[int, list[Tensor]] = {}  # by fragment: memory for the next contribution
         self._is_released = True  # whether the leader permits this member to leave
         self._are_leaving = False  # whether another member was lost, has left, or is ending
         self._contributed: dict[int, int] = {}  # by fragment: round in which this member's newest contribution counts
@@ -179,7 +179,7 @@ class Exchange:
         return last + count if last else fragment + 1
 
     def last_contribution(self, fragment: int) -> int:
-        """Return a model fragment's last round that counts a contribution of this member, or 0 before the first."""
+        """Return a model fragment's last round that counts a contribution from this member, or 0 before the first."""
         return self._contributed.get(fragment, 0)
 
     def _newest(self, fragment: int) -> int:
@@ -188,7 +188,7 @@ class Exchange:
         return (version - 1) * count + fragment + 1 if version else 0
 
     def latest(self, number: int) -> int:
-        """Return the round that counts this member's contribution to round ``number``: later, if it arrived late."""
+        """Return the round in which the contribution to round ``number`` counts: a later round if it arrived late."""
         return max(number, self._contributed.get((number - 1) % len(self._fragments), number))
 
     def has_merged(self, number: int) -> bool:
@@ -277,7 +277,7 @@ class Exchange:
         await self._services.engine.until(lambda: not self.holds_means, WaitId(WaitKind.OWN_ROUND))
 
     async def settle(self, numbers: Sequence[int], progress: Sequence[int]) -> tuple[int, ...]:
-        """Wait until this member has the means of rounds ``numbers``, or until all members wait in this method.
+        """Wait until this member has the means of rounds ``numbers``, or until all members are waiting in this method.
 
         See :meth:`Membership.settle` for ``progress`` and the result.
         """
@@ -313,7 +313,7 @@ class Exchange:
         return self._round_leader.can_admit
 
     def on_lost(self, rank: int) -> None:
-        """If this member leads, decide the rounds again that need data of the lost member."""
+        """If this member leads, decide again the rounds that need the lost member's data."""
         self._forget_lost()
         self._round_leader.on_lost(rank)
 
@@ -334,7 +334,7 @@ class Exchange:
         self._round_leader.handle_early()
 
     def on_reachable(self, rank: int) -> None:
-        """Open the channels to a restarted member, and start to receive the means that it provides."""
+        """Open the channels to a restarted member, and start receiving the means that it provides."""
         self._channel.admit(rank)
         self._server.channel.admit(rank)
         if self._catch_up is not None:
@@ -347,12 +347,12 @@ class Exchange:
         self._round_leader.on_admitted(rank)
 
     def on_settling(self) -> None:
-        """Do nothing, because a round can end without further training steps of its contributors."""
+        """Do nothing, because a round can end without further training steps by its contributors."""
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def on_message(self, envelope: Envelope[ExchangeMessage]) -> None:
-        """Handle a message of another member."""
+        """Handle a message from another member."""
         message, source, number = envelope.message, envelope.source, envelope.round
         if self._unread is not None:
             self._unread.append(envelope)
@@ -418,7 +418,7 @@ class Exchange:
         self._begin(own)
 
     def _begin(self, own: MemberRound) -> None:
-        """Start to receive the mean that the leader has decided for a round.
+        """Start receiving the mean of a round that the leader has decided.
 
         Delay the start if this member lacks the fragment's earlier means, or is not connected to a restarted source.
         """
@@ -491,7 +491,8 @@ class Exchange:
     def _request_missed(self, fragment: int) -> None:
         """Request a model fragment's newest state if this member needs a mean that is no longer offered.
 
-        Without a new contribution, request it only if others leave, since this member would soon be behind again.
+        If this member has no new contribution, request the state only if another member is leaving or gone. Otherwise
+        this member would soon be behind again.
         """
         if self._catch_up is None or self._is_closed:
             return

@@ -208,8 +208,8 @@ class Offers:
                 if not receivers:
                     del self._offered[key]
                     self._server.withdraw(offer)
-        # Receivers request only offered blocks, so no request for a smaller number than that of the first offered block
-        # can follow.
+        # Receivers request only offered blocks, so requests for numbers below the first offered block's can no longer
+        # arrive.
         self._server.end_rounds(min((key[0] - 1 for key in self._offered), default=self._last))
         self._services.engine.recheck()
 
@@ -219,7 +219,7 @@ class Offers:
             self.note_taken(receiver)
 
     async def fetch(self, source: int, number: int, into: Tensor, name: str, label: Part = FIRST) -> bool:
-        """Receive the block with a number and a label from ``source``.
+        """Receive the block with the given number and label from ``source``.
 
         Returns:
             False if the source is lost or does not offer the block. This is logged with the block's ``name``.

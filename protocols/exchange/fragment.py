@@ -35,7 +35,7 @@ class Mean:
 
     Attributes:
         norm: L2 norm of the mean difference from the anchor (reference weights), or None if weights are averaged.
-        cosine: Mean cosine between two donors' differences, or None if unknown, for example with top-k.
+        cosine: Mean cosine between pairs of donors' differences, or None if unknown, for example with top-k.
     """
 
     verdict: Verdict
@@ -161,7 +161,7 @@ class Fragment:
         """Drop state that concerns only the rank whose whole state this rank has just loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fragment's state with cloned tensors. A mean that is not applied yet is omitted."""
+        """Return the fragment's state with cloned tensors. A mean that has not been applied yet is omitted."""
         return {"version": self.version, "applied_version": self.applied_version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -256,7 +256,7 @@ def checksum_of_anchors(fragments: Iterable[Fragment]) -> int:
 
 
 def mean_cosine(verdict: Verdict, norm: float) -> float | None:
-    """Return the mean cosine between two donors' contributions, from their norms and the norm of their mean.
+    """Return the mean cosine between pairs of donors' contributions, from their norms and the norm of their mean.
 
     None if there are fewer than two donors, if all contributions are zero, or if a norm is too large.
 

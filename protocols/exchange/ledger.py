@@ -5,11 +5,11 @@ A round passes through these states on the leader:
 1. Members report their captured contributions, in the order of the rounds. When all members have contributed to this
    round or to a later one, the leader decides the round. Its verdict names the donors and their weights. These
    determine which rank averages each slice. The policy's function chooses donors and weights from the reports alone.
-   With a *quorum*, the leader waits only for the quorum and a grace period. The contribution of a late member counts in
-   a later round.
+   With a *quorum*, the leader waits only for the quorum and a grace period. A late member's contribution counts in a
+   later round.
 2. Members report that they have the mean. When all have it, the round is retired. With a quorum, it is also retired
-   when a later round of the same fragment was decided. A member without the mean is then *behind*: it receives the
-   state of a member that has the mean (:mod:`protocols.exchange.catch_up`).
+   when a later round of the same fragment is decided. A member without the mean is then *behind*: it receives the state
+   of a member that has the mean (:mod:`protocols.exchange.catch_up`).
 
 If a rank is lost that a decided round needs, or if this rank becomes the leader, the leader takes a *census*. All
 members then stop receiving means, and report their state in each round. No mean is received during a census, so its
@@ -31,7 +31,7 @@ from asyncdist.protocols.exchange.messages import RoundState, Verdict
 
 
 class Report(NamedTuple):
-    """One member's report on its contribution to a round.
+    """Describes one member's contribution to a round, in its report to the leader.
 
     Attributes:
         weight: Weight of the contribution, such as its number of tokens.
@@ -44,13 +44,13 @@ class Report(NamedTuple):
     scores: tuple[float, ...] = ()
 
 
-#: Function that maps the reports on a round, by rank, to the weight of each donor, by rank. Ranks that are missing in
+#: Function that maps the reports on a round, by rank, to the weight of each donor, by rank. Ranks that are missing from
 #: the result are left out. A donor's norm must be finite.
 Weighing: TypeAlias = Callable[[Mapping[int, Report]], Mapping[int, float]]
 
 
-#: The members whose contributions a rank averages, or a mapping from these members to a factor of their weights. None
-#: if all members share one mean.
+#: The members whose contributions a rank averages, or a mapping from these members to factors by which their weights
+#: are multiplied. None if all members share one mean.
 Chosen: TypeAlias = Sequence[int] | Mapping[int, float] | None
 #: Function of a round's number, a rank and all members that returns whose contributions the rank averages.
 Partners: TypeAlias = Callable[[int, int, Sequence[int]], Chosen]
@@ -67,13 +67,13 @@ def reported_weights(reports: Mapping[int, Report]) -> dict[int, float]:
 
 
 def verdict_alone(report: Report, weights: Mapping[int, float]) -> Verdict:
-    """Return the decision on a round of the only member. ``weights`` is empty if its contribution is left out."""
+    """Return the only member's decision on a round. ``weights`` is empty if its contribution is left out."""
     scores = (report.scores,) * len(weights) if report.scores else ()
     return Verdict(1, tuple(weights), tuple(weights.values()), (report.norm,) * len(weights), scores=scores)
 
 
 class Decide(NamedTuple):
-    """Instruction to send the decision on an averaging round to the ranks ``dests``."""
+    """Instructs the leader to send the decision on an averaging round to the ranks ``dests``."""
 
     round: int
     verdict: Verdict
@@ -81,13 +81,13 @@ class Decide(NamedTuple):
 
 
 class TakeCensus(NamedTuple):
-    """Instruction to make all members stop receiving means and report the state of their rounds."""
+    """Instructs the leader to make all members stop receiving means and report the state of their rounds."""
 
     number: int
 
 
 class Retire(NamedTuple):
-    """Instruction to notify all members that the means of rounds up to ``round`` are no longer offered.
+    """Instructs the leader to notify all members that the means of rounds up to ``round`` are no longer offered.
 
     With a quorum, this applies only to rounds of the same fragment (separately averaged part of the model).
 
@@ -100,7 +100,7 @@ class Retire(NamedTuple):
 
 
 class AwaitGrace(NamedTuple):
-    """Instruction to call :meth:`Ledger.on_grace_over` after a grace period, which starts now."""
+    """Instructs the leader to call :meth:`Ledger.on_grace_over` after a grace period, which starts now."""
 
     round: int
     number: int
@@ -117,8 +117,8 @@ class Quorum:
         count: Number of contributions that suffice. If fewer members are left, all must contribute.
         grace_s: Seconds to wait for further contributions when the quorum is reached.
         members_wait: Whether a member waits for a fragment's mean before it contributes to other fragments. If members
-            wait for different fragments, no round may reach the quorum. The first of these rounds is then decided
-            without it.
+            are waiting for different fragments, perhaps no round can reach the quorum. The first of these rounds is
+            then decided without the quorum.
     """
 
     count: int
@@ -129,8 +129,7 @@ class Quorum:
     def of_members(cls, members: int, count: int | None, grace_s: float, members_wait: bool) -> Self | None:
         """Return the quorum that a policy's options ask for, or None if ``count`` is None.
 
-        A quorum equal to the number of members is not dropped: the saved job may have had more members, some of them
-        late.
+        A quorum equal to the number of members is kept: the saved job may have had more members, some of them late.
 
         Raises:
             ValueError: ``count`` is larger than the number of members.
@@ -140,7 +139,7 @@ class Quorum:
         return None if count is None else cls(count, grace_s, members_wait)
 
     def must_abdicate(self, missed: int, members: int) -> bool:
-        """Return whether a member that has missed this many rounds must make longer steps than the others.
+        """Return whether a member that has missed this many rounds must be slower than the others.
 
         A leader for which this is true is replaced, because it delays all members. Among equally fast members, each
         contributes to one of ``members / count`` rounds. By chance, it may miss one more.
@@ -171,7 +170,7 @@ class _Round:
 
 
 class Ledger:
-    """Decides all averaging rounds of the leader. Round n belongs to fragment ``(n - 1) % fragment_count``.
+    """Decides all averaging rounds, on the leader. Round n belongs to fragment ``(n - 1) % fragment_count``.
 
     Each event method returns instructions that the leader must carry out.
 
@@ -274,8 +273,8 @@ class Ledger:
             return []
         self._awaited.discard(rank)
         self._round_states[rank] = tuple(round_states)
-        # Members offer the means of old rounds until they know that nobody needs them. With a quorum, some members know
-        # of later such rounds than others.
+        # Members offer the means of old rounds until they know that no member needs them. With a quorum, some members
+        # know this of later rounds than other members do.
         self.retired = list(map(max, self.retired, retired or self.retired))
         self._newest[rank] = list(newest or [0] * len(self.retired))
         return self._end_census()
@@ -467,7 +466,7 @@ class Ledger:
         return Verdict(each.attempt, donors, weights, norms, receiver=receiver, scores=given, late=late)
 
     def _retirements(self) -> list[Instruction]:
-        """End the rounds whose mean no awaited member still needs. Without a quorum, they end in order."""
+        """End the rounds whose mean is no longer needed. Without a quorum, they end in order."""
         made: list[Instruction] = []
         if self._awaited is not None or not self.members:
             return made

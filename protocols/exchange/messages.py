@@ -14,7 +14,7 @@ ATTEMPT_MAX: Final = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The leader's decision on an averaging round.
+    """Defines the leader's decision on an averaging round.
 
     Attributes:
         attempt: Number of the decision on this round, from 1. A later decision replaces earlier ones.
@@ -72,7 +72,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RoundState:
-    """State of one averaging round on one member, reported to the leader after a loss.
+    """Reports the state of one averaging round on one member to the leader, after a loss.
 
     Attributes:
         attempt: Number of the leader's last decision that the member has received, or 0 before the first.
@@ -163,7 +163,7 @@ class CensusReply:
     Attributes:
         number: Number of the census, or 0 if the sender reports to a new leader without being asked.
         round_states: State of each round whose mean is still offered.
-        retired: Last round of each fragment whose mean is no longer offered, or 0 without one.
+        retired: Last round of each fragment whose mean is no longer offered, or 0 if there is none.
         newest: Last round of each fragment whose state the member has, or 0 without a state.
     """
 
@@ -192,7 +192,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Request for a model fragment's state after the given round or a later one.
+    """Requests a model fragment's state after the given round or a later one.
 
     Sent by a member that has missed means.
     """

@@ -6,7 +6,7 @@ the data and handles lost ranks (:mod:`protocols.exchange.exchange`). A
 :class:`~protocols.exchange.fragment.Fragment` contains the state of a fragment, and defines what is sent and how a mean
 is applied.
 
-Restarted ranks join with the leader's whole state. Checkpoints include means that are not applied yet.
+Restarted ranks join with the leader's whole state. Checkpoints include means that have not been applied yet.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ class ExchangePolicy(ReplicatedPolicy):
         self._is_compared = False  # whether the replica's ranks were found to have equal weights
         self._parts: ReplicaParts | None = None  # parts of the replica's ranks, under DDP
         self._known_infinities: KnownInfinities
-        self._saved: Mapping[str, Any] | None = None  # kept until a start succeeds: one that fails may be repeated
-        self._exchange: Exchange | None = None  # None before the start or if this rank is alone
+        self._saved: Mapping[str, Any] | None = None  # kept until a start succeeds, as a failed start may be repeated
+        self._exchange: Exchange | None = None  # None before the start, and if this rank is alone
         self._is_admitting = False
         self._unsound_captures: set[int] = set()  # fragments whose last contribution was not finite
-        self._found_finite_at = self._recovered_at = -1  # last steps that found finite weights, or replaced bad ones
+        self._found_finite_at = self._recovered_at = -1  # last steps that found weights finite, or replaced them
         self._unfinished: set[int] = set()  # rounds in flight that the last settle() could not end
 
     def statistics(self) -> ExchangeStatistics:
@@ -163,7 +163,7 @@ class ExchangePolicy(ReplicatedPolicy):
     def weigh(self, reports: Mapping[int, Report]) -> Mapping[int, float]:
         """Return the weight of each member whose contribution is averaged, by rank.
 
-        Must be a pure function of the reports by rank, equal on all members. Ranks that are missing in the result are
+        Must be a pure function of the reports by rank, equal on all members. Ranks that are missing from the result are
         left out of the mean. A rank with a weight must have reported a finite norm.
         """
         return reported_weights(reports)
@@ -176,14 +176,14 @@ class ExchangePolicy(ReplicatedPolicy):
     def partners(self, number: int, rank: int, members: Sequence[int]) -> Chosen:
         """Return the members whose contributions ``rank`` averages in a round, or None if all members share one mean.
 
-        The result may map these members to factors of their weights. Must be a pure function, equal on all members. A
-        rank waits only for these members.
+        The result may map these members to factors by which their weights are multiplied. Must be a pure function,
+        equal on all members. A rank waits only for these members.
         """
         del number, rank, members
         return None
 
     def _makes_rounds_alone(self) -> bool:
-        """Return whether a policy with a single member also makes rounds, as an outer optimizer requires."""
+        """Return whether even a single member runs averaging rounds, as an outer optimizer requires."""
         return False
 
     def _forget_own(self) -> None:
@@ -217,7 +217,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return () if self._quorum is not None else tuple(fragment.version for fragment in self._fragments)
 
     def _may_be_late(self) -> bool:
-        """Return whether this rank's reference weights may differ from other ranks', as saved with a quorum."""
+        """Return whether ranks' reference weights may differ, as in a checkpoint saved while a quorum was in use."""
         return self._quorum is not None and self._was_loaded
 
     def _first_weights(self) -> dict[str, str]:
@@ -422,7 +422,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return []
 
     async def _capture(self, step: int) -> None:
-        tensors = self._tensors()  # raises, while the fragment remains due, if the model's layout has changed
+        tensors = self._tensors()  # raises if the model's layout has changed; the fragment then remains due
         fragment, number = self._pending_rounds.next()
         own, exchange = self._fragments[fragment], self._exchange
         # If this rank was admitted while the other ranks contributed to this round, it already has the round's mean.
@@ -572,7 +572,7 @@ class ExchangePolicy(ReplicatedPolicy):
         return self._exchange.has_merged(number)
 
     def _pending_round(self, fragment: int) -> PendingRound:
-        """Return a model fragment's contribution whose mean is not applied yet, and the round in which it counts."""
+        """Return a model fragment's contribution whose mean is not yet applied, and the round in which it counts."""
         pending = self._pending_rounds.in_flight[fragment]
         if self._quorum is None or self._exchange is None:
             return pending

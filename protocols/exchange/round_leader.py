@@ -45,13 +45,13 @@ MemberMessage: TypeAlias = Captured | Merged | Paused | Ending | CensusReply
 
 
 class Owner(Protocol):
-    """Interface to the exchange of which a :class:`RoundLeader` or a `CatchUp` is a part."""
+    """Declares the methods of an exchange that its :class:`RoundLeader` and its `CatchUp` call."""
 
     def send(self, message: ExchangeMessage, dests: Sequence[int], number: int) -> None:
         """Send a message with a round number to some members, possibly including this one."""
 
     def last_contribution(self, fragment: int) -> int:
-        """Return the last round of a fragment that counts a contribution of this member, or 0 before the first."""
+        """Return the last round of a fragment that counts a contribution from this member, or 0 before the first."""
 
     def note_caught_up(self, fragment: int) -> None:
         """Resume a model fragment's rounds after a request for its state has ended, with or without success."""
@@ -81,12 +81,12 @@ class RoundLeader:
         self._early: list[tuple[int, int, MemberMessage]] = []  # messages that arrived before this rank led
         self._unreleased: set[int] = set()  # ending members that wait for permission to leave
         self._is_slow = False  # whether this leader delays rounds and must abdicate
-        # By member that has left: the last round that this leader decides without a warning about the member.
+        # For each member that has left: the last round that this leader decides without a warning about the member.
         self._last_unwarned: dict[int, int | None] = {}  # None after the warning
         self._is_closed = False
 
     def follow(self, retired: Sequence[int]) -> None:
-        """Start or stop leading, depending on the membership's present leader.
+        """Start or stop leading, depending on the membership's current leader.
 
         Args:
             retired: Last round of each fragment whose mean is no longer offered, as known to this member.
@@ -98,12 +98,12 @@ class RoundLeader:
         self._unreleased.clear()
 
     def take_over(self) -> None:
-        """If this member leads, start to collect the members' reports on their rounds."""
+        """If this member leads, start collecting the members' reports on their rounds."""
         if self._ledger is not None:
             self._ledger.take_over()
 
     def handle_early(self) -> None:
-        """Handle the messages that arrived before this member led, if it now leads."""
+        """If this member now leads, handle the messages that arrived before."""
         if self._ledger is not None:  # otherwise keep the messages until this member leads
             early, self._early = self._early, []
             for each in early:
@@ -126,7 +126,7 @@ class RoundLeader:
         self._carry_out(self._ledger.on_admitted(rank, self._services.rank))
 
     def on_lost(self, rank: int) -> None:
-        """If this member leads, decide the rounds again that need data of the lost member."""
+        """If this member leads, decide again the rounds that need the lost member's data."""
         if self._ledger is not None:
             self._carry_out(self._ledger.on_gone(rank))
             self._release(self._ledger)
@@ -188,7 +188,7 @@ class RoundLeader:
         """Warn once of each member that has left, if the others continue to average without it.
 
         Ranks that train for equal times may leave up to a round apart, which causes no warning. If rounds do not wait
-        for all members, slow ranks may continue for long after the others have made all their steps.
+        for all members, slow ranks may continue long after the others have taken all their steps.
         """
         if self._ledger is None or self._quorum is not None:
             return
@@ -215,7 +215,7 @@ class RoundLeader:
         ledger, deadline = self._ledger, self._services.time() + self._quorum.grace_s
 
         def is_over() -> bool:
-            is_former = ledger is not self._ledger  # this rank has abdicated meanwhile
+            is_former = ledger is not self._ledger  # this rank has abdicated in the meantime
             return self._is_closed or ledger is None or is_former or not ledger.is_in_grace(number, grace)
 
         await self._services.engine.until(is_over, WaitId(WaitKind.CONTRIBUTIONS), deadline=deadline)

@@ -35,10 +35,10 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.exchange.rounds")
 
-#: Maximum number of labels in one round: one for each slice of a contribution, and for each slice of the mean in each
-#: attempt.
+#: Maximum number of labels in one round: one for each slice of a contribution, and one for each slice of the mean in
+#: each attempt.
 _LABEL_COUNT: Final = 1 << 30
-_NO_REPORT: Final = Report(0.0, 0.0)  # of a member that has not contributed
+_NO_REPORT: Final = Report(0.0, 0.0)  # report of a member that has not contributed
 _YIELD_NBYTES: Final = 4 << 20  # number of bytes that are averaged before other tasks run
 
 
@@ -51,7 +51,7 @@ def copy_encoded(saved: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     """Copy a saved contribution into encoded vectors.
 
     Raises:
-        ValueError: The saved contribution has other sizes than the encoded vectors.
+        ValueError: The sizes of the saved contribution and of the encoded vectors differ.
     """
     if [each.shape for each in into] != [each.shape for each in saved]:
         raise ValueError("the state's contributions must be encoded as by this policy; use the saved run's wire")
@@ -69,7 +69,8 @@ class MemberRound:
         attempt: Number of the leader's last decision (verdict) on the round, or 0.
         verdict: Decision whose mean this member receives or has. None before it, and while members report after a loss.
         mean: The encoded mean, by vector. Empty until it is requested.
-        read_in_place: Slices of the mean that are read in their owners' memory and are therefore missing in ``mean``.
+        read_in_place: Slices of the mean that are read from their owners' memory and are therefore missing from
+            ``mean``.
         has_received: Whether the member has received the mean. If replicas have several ranks, the mean is added to the
             fragment when all members have it; otherwise immediately.
         offers: This member's slices that other ranks can request.
@@ -99,7 +100,7 @@ class MemberRound:
         return not any(offer.streams for offer in self.offers)
 
     def round_state(self) -> RoundState:
-        """Return this member's report on the round, from which a new leader decides how to continue it."""
+        """Return this member's report on the round, from which a new leader decides how to continue the round."""
         of_mean: dict[str, Any] = {}
         if self.has_merged and self.verdict is not None:
             verdict = self.verdict
@@ -143,7 +144,7 @@ class RoundTransfers:
         self._free: dict[int, list[Tensor]] = {nbytes: [] for nbytes in self._block_nbytes}  # by size: free memory
         self._in_use: dict[int, Tensor] = {}  # by address: memory blocks in use
         self._shared: dict[int, SharedMemory] = {}  # by address: blocks that other ranks on this host can map
-        self._kept: dict[int, list[Tensor]] = {}  # by fragment: mean of an ended round that is not applied yet
+        self._kept: dict[int, list[Tensor]] = {}  # by fragment: unapplied mean of an ended round
         self._scratch: list[Tensor] = []  # memory for parts of slices that are read from donors
         self._allocate_first()
 
@@ -169,7 +170,7 @@ class RoundTransfers:
         return given.layout.encoded_in(block, of_mean=of_mean)
 
     def _new_block(self, nbytes: int, *, is_kept: bool) -> Tensor:
-        """Allocate memory. If it is kept and large, other ranks on this host can map it."""
+        """Allocate memory. If the memory is large and kept for later rounds, other ranks on this host can map it."""
         if is_kept and nbytes >= neighbours.READ_NBYTES_MIN and self._services.shares_memory:
             with contextlib.suppress(OSError):  # if shared memory or file descriptors run out, use ordinary memory
                 memory = SharedMemory(nbytes)

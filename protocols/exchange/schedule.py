@@ -1,9 +1,9 @@
 """Determines the steps in which parts of the model (fragments) are averaged, and tracks this on one member.
 
 A fragment is *due* from the step that the schedule names until it is contributed. It is then *in flight* until its mean
-is applied. Members that have made the same number of steps have the same state, except with ``skips_late``. If a saved
-training is resumed with other options, :meth:`PendingRounds.catch_up` restores this. This module does not wait, send
-messages or read a clock.
+is applied. Members that have taken the same number of steps have the same state, except with ``skips_late``. If a saved
+run is resumed with other options, :meth:`PendingRounds.catch_up` makes the states equal again. This module does not
+wait, send messages or read a clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Final, NamedTuple
 
-_LEAD_MIN: Final = -(1 << 30)  # makes all numbers of PendingRounds.mark negative
+_LEAD_MIN: Final = -(1 << 30)  # makes all results of PendingRounds.mark negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Schedule:
     During the warm-up, all fragments are due in each step, and are applied in the same step. Afterwards each fragment
     is due every ``every`` steps, and the fragments follow each other at equal distances. The last (or only) fragment is
     due in step i if ``(i + 1 - warmup_steps) % every == 0``. The fragments are therefore due in turn, beginning with
-    fragment 0, so that round numbers never decrease.
+    fragment 0, so round numbers never decrease.
     """
 
     every: int
@@ -50,12 +50,12 @@ class Schedule:
 
 
 class PendingRound(NamedTuple):
-    """An averaging round to which this member has contributed, and whose mean it has not applied yet.
+    """Records an averaging round to which this member has contributed, but whose mean it has not applied yet.
 
     Attributes:
         base_version: Number of the fragment's means that this member had applied before the contribution.
         waits: Whether the member waits for the mean in the step of the contribution, because it had missed means. It
-            sends its contribution while it waits, since sending takes several of its slow training steps.
+            sends its contribution while it waits, because sending during training would take several of its slow steps.
     """
 
     number: int
@@ -74,8 +74,9 @@ class PendingRounds:
             only after its mean was applied.
 
     Attributes:
-        is_overlapped: Whether a mean is applied in a later step than that of the contribution.
-        in_any_order: Whether the fragments may be contributed in another order than that of the round numbers.
+        is_overlapped: Whether a contribution's mean is applied in a later step.
+        in_any_order: Whether the order in which fragments are contributed may differ from the order of the round
+            numbers.
         in_flight: Rounds to which this member has contributed but whose means it has not applied, by fragment.
     """
 
@@ -88,8 +89,8 @@ class PendingRounds:
         self._captured = [0] * schedule.fragment_count  # by fragment: number of contributions
         self._uncontributed: list[int] = []  # due fragments, in the order in which they will be contributed
         self._saved_order: tuple[int, ...] = ()  # result of _order() when a loaded state was saved
-        self._catches_up = False  # until the first step, if the members resume with different rounds
-        self._overdue_count = 0  # number of the due fragments whose means are applied in the step of the contribution
+        self._catches_up = False  # whether members have resumed with different rounds; False from the next step on
+        self._overdue_count = 0  # number of due fragments whose means are applied in the step that contributes them
 
     def note_step(self, step: int) -> None:
         """Record that the model fragments scheduled for ``step`` must be contributed."""
@@ -128,7 +129,7 @@ class PendingRounds:
         return fragment, number
 
     def skip_to(self, number: int) -> None:
-        """Skip a model fragment's rounds before round ``number``, which are already decided."""
+        """Skip a model fragment's rounds before round ``number``, which have already been decided."""
         count = len(self._captured)
         self._captured[(number - 1) % count] = (number - 1) // count
 
@@ -162,8 +163,8 @@ class PendingRounds:
     def step_to_agree(self, step: int) -> str:
         """Return the step in which all members must resume, or "" if each may resume in its own step.
 
-        Members count the due steps from their own steps. If the order of the rounds changes while their steps differ,
-        one would wait for rounds to which the others contribute much later or never.
+        Each member's due rounds depend on its own step number. If the order of the rounds changed while step numbers
+        differed, a member could wait for rounds to which the others contribute much later or never.
         """
         is_same = self._saved_order in ((), self._order())
         return "" if is_same or self.skips_late or self.in_any_order else str(step)
@@ -175,7 +176,7 @@ class PendingRounds:
     def mark(self, step: int) -> int:
         """Return a negative number that is equal on members that will be due for the same rounds in the same steps.
 
-        The numbers of a training that was saved differ if the ranks saved it in different rounds, as with
+        In a resumed run, the numbers differ if the ranks saved their states in different rounds, as with
         ``late="skip"``.
 
         Args:
@@ -193,9 +194,9 @@ class PendingRounds:
         member waits for a round to which another member would contribute much later or never.
 
         Args:
-            marks: Different numbers that the members' :meth:`mark` has returned, including the smallest.
+            marks: Distinct results of the members' :meth:`mark`, including the smallest.
         """
-        if len(marks) < 2 or min(marks) >= 0:  # numbers from 0 are checksums of the first weights
+        if len(marks) < 2 or min(marks) >= 0:  # marks from 0 are checksums of the first weights
             return
         lead, leads = (-min(marks) >> 32) + _LEAD_MIN, self._leads(step)
         count = len(leads)
@@ -211,7 +212,7 @@ class PendingRounds:
 
     @property
     def may_differ(self) -> bool:
-        """Whether members that have made the same number of steps may have contributed to different rounds."""
+        """Whether members that have taken the same number of steps may have contributed to different rounds."""
         return self.skips_late or self._catches_up
 
     def _leads(self, step: int) -> list[int]:

@@ -15,19 +15,19 @@ from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.step_info import StepInfo
 from asyncdist.wording import plural, size_in_words
 
-#: Reason for which a round changes no weights.
+#: Reason why a round leaves the weights unchanged.
 _NO_DONOR: Final = "no rank had a usable contribution"
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeStatistics:
-    """Counts of one member's steps, contributions and averages. The mappings are copies.
+    """Counts one member's steps, contributions and averages. The mappings are copies.
 
     Attributes:
-        iteration: Number of steps, including those before a resume.
-        average_count: Number of averages applied since the start or the resume. Each fragment's average is counted
-            separately.
-        waited_s: Total seconds for which steps have waited for averages.
+        iteration: Number of steps, including steps before a resume.
+        average_count: Number of averages applied since the policy was started or resumed. Each fragment's average is
+            counted separately.
+        waited_s: Total seconds that steps have spent waiting for averages.
         sent_nbytes: Total encoded size in bytes of this member's contributions.
         title: Name of the policy and of this rank.
         unencoded_nbytes: Total size in bytes of the same contributions with ``wire="float32"``.
@@ -38,7 +38,7 @@ class ExchangeStatistics:
         left_out: Number of applied averages without a member's contribution, by rank.
         outer_norm: L2 norm of the last mean difference, or None without an outer optimizer and before the first
             average.
-        cosine: Mean cosine between two ranks' differences in the last average, or None if unknown.
+        cosine: Mean cosine between pairs of ranks' differences in the last average, or None if unknown.
     """
 
     iteration: int

@@ -1,8 +1,8 @@
-"""Chooses hyperparameters with a Gaussian process of the gains of earlier hyperparameters (PB2, 2002.02518).
+"""Chooses hyperparameters with a Gaussian process that models the gains of earlier choices (PB2, 2002.02518).
 
-An observation is the gain of a rank's metric per step between two reports, with the iteration, the earlier metric and
-the hyperparameters. A rank knows its own observations, and those of the ranks that it has copied, which arrive with
-their snapshots. No further message is needed, but no rank knows all observations.
+An observation is the gain of a rank's metric per step between two reports, together with the iteration, the earlier
+metric and the hyperparameters. A rank knows its own observations, and the observations of the ranks that it has copied,
+which arrive with these ranks' snapshots. No further message is needed, but no rank knows all observations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from asyncdist import validation
 from asyncdist.protocols.population_training.hyperparameters import Range, Space, Value
 
-#: Length scale with which a kernel ignores a dimension.
+#: Length scale at which a kernel ignores a dimension.
 _IGNORED: Final = 1e6
 #: Constants of the upper confidence bound: mean + sqrt(0.2 ln(0.4 n)) * deviation, with n observations.
 _UCB: Final = (0.2, 0.4)
@@ -29,7 +29,7 @@ _UCB: Final = (0.2, 0.4)
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Gain of one rank's metric between two reports.
+    """Records the gain of one rank's metric between two reports.
 
     Attributes:
         iteration: Iteration of the second report.
@@ -167,7 +167,7 @@ class BayesianExplore:
         return found
 
     def fitted(self, points: NDArray[np.float64], targets: NDArray[np.float64]) -> Any:
-        """Return a Gaussian process, with the kernel parameters of the largest likelihood.
+        """Return a Gaussian process whose kernel parameters have the largest likelihood.
 
         The kernel is v exp(-|x - x'|^2 / 2 l^2) exp(-|t - t'| / d) plus a variance for noise. x are the metric and the
         hyperparameters, and t is the iteration. The second factor is the paper's (1 - e)^(|t - t'| / 2).
@@ -183,7 +183,7 @@ class BayesianExplore:
 
 
 def _points(rows: Sequence[tuple[int, float, Mapping[str, Any]]], ranges: Mapping[str, Range]) -> NDArray[np.float64]:
-    """Return the points of rows of iteration, metric and hyperparameters. A resumed job may have other ranges."""
+    """Convert rows of iteration, metric and hyperparameters to points. A resumed job may have other ranges."""
 
     def units(values: Mapping[str, Any]) -> list[float]:
         nearest: dict[str, Any] = {name: each.clipped(values[name]) for name, each in ranges.items()}

@@ -1,4 +1,4 @@
-"""Makes a replaced rank's hyperparameters, chooses its donor, and keeps the history of its weights.
+"""Chooses a replaced rank's hyperparameters and its donor, and keeps the history of its weights.
 
 Equal arguments give equal results.
 """
@@ -21,7 +21,7 @@ _COUNT_MAX: Final = 999
 
 
 def first_values(options: ExploringOptions, rank: int) -> dict[str, Value]:
-    """Return a rank's initial hyperparameters: the option ``initial``, and random values for the others."""
+    """Return a rank's initial hyperparameters: the values in option ``initial``, and random values for all others."""
     generator = random.Random(f"{options.seed} first {rank}")
     drawn = {name: space.draw(generator) for name, space in options.spaces.items()}
     return {**drawn, **options.initial}
@@ -40,8 +40,7 @@ def explored(
     """Return the new values of a rank that has copied a donor with the values ``inherited``.
 
     Args:
-        iteration: This rank's iteration. The draws depend on it, because a job that continues from a saved state
-            numbers rounds from 1 again.
+        iteration: This rank's iteration. The draws depend on it, because a resumed job numbers its rounds from 1 again.
         known, metric: Observations, and the metric of the copied weights (larger is better), for
             :class:`BayesianExplore`.
     """
@@ -67,7 +66,7 @@ def explored(
 def donor_for(donors: Sequence[int], rank: int, round: int, seed: int) -> int:
     """Return the donor that a replaced rank copies in a round. All donors are equally likely.
 
-    The loss of a different donor does not change the choice, so a replacer can request the donor's weights early.
+    The loss of another donor does not change the choice, so a replacer can request the donor's weights early.
     """
     return max(donors, key=lambda donor: (random.Random(f"{seed} donor {round} {rank} {donor}").random(), donor))
 
@@ -77,7 +76,7 @@ def donor_for(donors: Sequence[int], rank: int, round: int, seed: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LineageEntry:
-    """Hyperparameters with which a rank's current weights were trained from some iteration.
+    """Records the hyperparameters with which a rank's current weights were trained from some iteration on.
 
     Attributes:
         iteration: Iteration at which ``rank`` began to train with these hyperparameters.

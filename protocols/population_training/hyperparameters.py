@@ -22,7 +22,7 @@ Value: TypeAlias = float | int | str | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Range of a number, from ``low`` to ``high``, both included.
+    """Defines a range of numbers from ``low`` to ``high``, both included.
 
     A perturbation multiplies the number by a factor, and clips the product to the range.
 
@@ -65,7 +65,7 @@ class Range:
         return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
     def draw(self, generator: random.Random) -> Value:
-        """Return a random value of the range."""
+        """Return a random value from the range."""
         is_log = self.is_log
         if self.integer and not is_log:
             return generator.randint(int(self.low), int(self.high))
@@ -102,13 +102,13 @@ class Range:
         return self.low > 0 and (self.low * factor > self.high or self.high * factor < self.low)
 
     def agreed(self) -> list[Any]:
-        """Return the range's limits and options as a list, in which all ranks must agree."""
+        """Return the range's limits and options as a list, on which all ranks must agree."""
         return ["range", self.low, self.high, self.log, self.integer]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """List of values. A perturbation by a factor above 1 moves to the next value, and below 1 to the previous value.
+    """Defines a list of values. Perturbing a value by a factor above 1 gives the next value, and below 1 the previous.
 
     Args:
         values: At least two different numbers, strings, bools or None, in an order in which neighbours are similar.
@@ -132,7 +132,7 @@ class Choice:
         object.__setattr__(self, "values", found)
 
     def draw(self, generator: random.Random) -> Value:
-        """Return a random value of the list."""
+        """Return a random value from the list."""
         return generator.choice(self.values)
 
     def perturbed(self, value: Any, factor: float) -> Value:
@@ -152,7 +152,7 @@ class Choice:
         return self.values[place]
 
     def agreed(self) -> list[Any]:
-        """Return the kind and the values of the list, in which all ranks must agree."""
+        """Return the kind and the values of the list, on which all ranks must agree."""
         return ["choice", *self.values]
 
     def _place_of(self, given: Any) -> int:
@@ -164,7 +164,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Function that draws numbers without limits. A perturbation multiplies a number by a factor.
+    """Wraps a function that draws numbers without limits. A perturbation multiplies a number by a factor.
 
     Args:
         function: Callable that gets a ``random.Random`` and returns a finite number.

@@ -1,9 +1,9 @@
 """Population based training with rounds of selective averaging.
 
-A round differs from selective averaging (:mod:`protocols.selective.policy`) in three points:
+A round differs from selective averaging (:mod:`protocols.selective.policy`) in three ways:
 
-1. The donors are the best quantile, and each replacer copies only one of them. The choice depends on the seed, the
-   round and the rank, so no message is needed.
+1. The donors are the ranks of the best quantile, and each replacer copies only one of them. The choice depends on the
+   seed, the round and the rank, so no message is needed.
 2. A donor's snapshot also contains its optimizer's state and hyperparameters, as for a restarted rank
    (:mod:`protocols.joining.state_transfer`).
 3. In its next step, the replacer loads the weights and the optimizer's state, and only then writes the new
@@ -50,7 +50,7 @@ _SIZE_MIN: Final = 4
 
 
 class _Inheritance(NamedTuple):
-    """Donor's state, and the hyperparameters that this rank derives from the donor's (``inherited``)."""
+    """Holds a donor's state, and the hyperparameters that this rank derives from the donor's (``inherited``)."""
 
     moments: Mapping[str, Any]
     inherited: dict[str, Value]
@@ -80,8 +80,8 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
                 info = await policy.step(loss=evaluate)
 
     Each rank trains its own model with its own hyperparameters, and reports a metric every ``average_every`` steps.
-    When enough ranks have reported, each rank of the worst ``quantile`` copies the weights, the optimizer's state and
-    the hyperparameters of a rank of the best ``quantile``. It then changes the hyperparameters, and continues at its
+    When enough ranks have reported, each rank in the worst ``quantile`` copies the weights, the optimizer's state and
+    the hyperparameters of a rank in the best ``quantile``. It then changes the hyperparameters, and continues at its
     own iteration. No rank waits for another.
 
     Args:
@@ -294,7 +294,7 @@ class PopulationTrainingPolicy(AsyncSelectiveAveragingPolicy):
         return replace(message, donors=(donor,), weights=(1.0,), iterations=(iteration,), best=donor)
 
     def _donor(self, message: Assign | Frozen, round: int) -> int:
-        """Return the donor that this rank copies: the assigned donor, or else one of its sub-population if possible."""
+        """Return the donor that this rank copies: the assigned donor, or else preferably one of its sub-population."""
         parent = message.parent if isinstance(message, Assign) else self._parent[1] if self._parent[0] == round else -1
         if parent in message.donors:
             return parent

@@ -83,9 +83,9 @@ class OptimizerSettings:
                         _put(group, name, new)
 
     def _write_base(self, place: int, group: dict[str, Any], new: float) -> None:
-        """Change a group's base learning rate, and the current learning rate as the scheduled rate changes.
+        """Set a group's base learning rate, and scale its current learning rate by the change of the scheduled rate.
 
-        If the scheduled rate was 0, the current learning rate becomes the new one.
+        If the old scheduled rate was 0, the current learning rate becomes the new scheduled rate.
         """
         old = float(group["initial_lr"])
         if not old and not new:
@@ -152,7 +152,7 @@ def _unwrapped(scheduler: Any) -> Any:
 
 
 def _schedulers_in(scheduler: Any) -> list[Any]:
-    """Return a scheduler and its inner schedulers, as SequentialLR has, if they have a base learning rate."""
+    """Return those of a scheduler and its inner schedulers (as in SequentialLR) that have a base learning rate."""
     if scheduler is None:
         return []
     scheduler = _unwrapped(scheduler)
@@ -187,7 +187,7 @@ def _number_in(group: Mapping[str, Any], name: str) -> float:
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """Return a hyperparameter's key in a parameter group, and its index there, or None if it is not in a tuple."""
+    """Return a hyperparameter's key in a parameter group, and its index in a tuple there, or None without a tuple."""
     key, bracket, place = name.partition("[")
     return key, int(place[:-1]) if bracket else None
 

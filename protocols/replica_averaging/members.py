@@ -20,12 +20,12 @@ LeaderEvent: TypeAlias = tuple[str, int, tuple[Any, ...]]
 
 
 class LeadingMember(RoundMember):
-    """State machine of a replica's first rank, which records its events for the replica's other ranks.
+    """Runs the state machine of a replica's first rank, and records its events for the replica's other ranks.
 
     Attributes:
         assignment_count: Number of assignments received. It identifies a round even if a new coordinator reuses its
             number.
-        unsent_events: Events that are not sent to the followers yet.
+        unsent_events: Events that have not been sent to the followers yet.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class LeadingMember(RoundMember):
 
 
 class FollowingMember(RoundMember):
-    """State machine of a replica's other ranks, which repeat the events of the replica's first rank.
+    """Runs the state machine of another rank of a replica, which repeats the events of the replica's first rank.
 
     Attributes:
         assignment_count: Number of assignments received; equal to the leader's if both are in the same round.
-        failure: Reason for which this rank has abandoned the last assigned round, or "".
+        failure: Reason why this rank has abandoned the last assigned round, or "".
     """
 
     def __init__(self) -> None:

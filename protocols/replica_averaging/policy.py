@@ -2,7 +2,7 @@
 
 The first rank of each replica is its leader. The leaders take part in selective averaging, and each leader copies new
 weights to all ranks of its replica at the same iteration. The ranks must wait for each other at that iteration, so
-weights are copied only every ``swap_every`` steps. In all other steps, the ranks train as without a policy.
+weights are copied only every ``swap_every`` steps. In all other steps, the ranks train as they would without a policy.
 
 If each rank of a replica has only a part of the model, as under `fully_shard`, each rank averages its own part
 (:mod:`protocols.replica_averaging.shards`).
@@ -70,7 +70,7 @@ class _AmongLeaders(AsyncSelectiveAveragingPolicy):
 
 @with_options(ReplicaPolicyOptions, CommonOptions, SelectiveRules, AveragingOptions)
 class ReplicaAveragingPolicy(Ported):
-    """Selective averaging of replicas: the worst replicas adopt the average of the best replicas.
+    """Trains with selective averaging of replicas: the worst replicas adopt the average of the best replicas.
 
     ::
 
@@ -82,8 +82,8 @@ class ReplicaAveragingPolicy(Ported):
 
     All ranks of a replica must call ``step`` equally often. A rank that leaves the policy waits for the other ranks of
     its replica, and warns if they do not leave. If a rank is lost, ``step`` raises RankLostError on the other ranks of
-    its replica. With ``asyncdist run --restarts``, its ranks are restarted, and join the running policy with the same
-    code, except under ``fully_shard``. Without restarts, see docs/failures.md.
+    its replica. With ``asyncdist run --restarts``, the replica's ranks are restarted, and join the running policy with
+    the same code, except under ``fully_shard``. Without restarts, see docs/failures.md.
 
     Under ``fully_shard``, each rank averages its shards with the ranks of other replicas that have the same shards.
     Events, ``nbytes`` and statistics then refer to the rank's own shards.
@@ -95,8 +95,8 @@ class ReplicaAveragingPolicy(Ported):
             start.
         optimizer: Optimizer of the model on this rank.
         replica_size: Number of ranks in a replica. Replicas are consecutive ranks of the group.
-        swap_every: Interval, in steps, at which weights may change; a divisor of ``average_every``. By default, the
-            largest divisor up to a tenth of ``average_every``.
+        swap_every: Number of steps between possible changes of the weights; a divisor of ``average_every``. By default,
+            the largest divisor up to a tenth of ``average_every``.
         average_every, metric, options: The options below. A replica's metric is the mean over its ranks. Sharded
             replicas do not support ``averaging_strategy="reset_weights"``.
 
@@ -105,7 +105,7 @@ class ReplicaAveragingPolicy(Ported):
 
     Raises:
         TypeError, ValueError: An argument is invalid, the number of ranks is not a multiple of ``replica_size``, or
-            ``fully_shard`` or DDP spans other ranks than those of the replica.
+            ``fully_shard`` or DDP spans ranks other than the replica's.
     """
 
     keeps_replicas = True
@@ -153,7 +153,7 @@ class ReplicaAveragingPolicy(Ported):
         self._groups: list[Group] = []
 
     def statistics(self) -> SelectiveStatistics:
-        """Return this replica's counts. Except for the iteration, they are 0 on all ranks but its first one.
+        """Return this replica's counts. Except for the iteration, they are 0 on all ranks except the first.
 
         If the replica is sharded, each rank counts the transfers of its own shards.
         """
@@ -233,7 +233,7 @@ class ReplicaAveragingPolicy(Ported):
     async def _join(self) -> None:
         """Join the running policy together with the other ranks of this replica, which were restarted as well.
 
-        The leader joins as a single rank does, and copies its weights and its optimizer's state to the other ranks.
+        The leader joins as a single rank would, and copies its weights and its optimizer's state to the other ranks.
         """
         if self.is_sharded:
             raise LocalProtocolError(
@@ -248,7 +248,7 @@ class ReplicaAveragingPolicy(Ported):
         try:
             self._replica = await new_replica(world, None, replicas, self._flat, self._start_timeout_s)
             self._groups.append(self._replica.group)
-            self._services.is_admitted = was_admitted  # the group has set it to True
+            self._services.is_admitted = was_admitted  # creating the group has set it to True
             self._buffers = self._flat.new_buffers()
             state = await compute_and_broadcast(self._join_as_leader, group=self._replica.group, world=world)
             if isinstance(state, str):
@@ -267,9 +267,10 @@ class ReplicaAveragingPolicy(Ported):
         self._services.is_admitted = True
 
     async def _join_as_leader(self) -> dict[str, Any] | str:
-        """Join the leaders' policy. Return this policy's state, or why this replica comes too late."""
+        """Join the leaders' policy. Return this policy's state, or the reason why this replica is too late."""
         leaders = self._group.ranks[:: self.replica_size]
-        # A restarted rank cannot create a group with ranks that run. The policy needs only the group's ranks.
+        # A restarted rank cannot create a group with ranks that are already running. The policy needs only the group's
+        # ranks.
         self._others = Group(leaders, leaders.index(self._world.rank), -1, None)
         self._inner._given_group, self._inner._given_world = self._others, self._world
         assert isinstance(self._inner, _AmongLeaders)
@@ -324,7 +325,7 @@ class ReplicaAveragingPolicy(Ported):
             return await self._swap(local_metric, is_due)
 
     async def _swap(self, local_metric: MetricSource, is_due: bool) -> StepInfo:
-        """Let the leader make a step of the leaders' policy, and copy its new weights, together with the replica."""
+        """Let the leader take a step of the leaders' policy, and copy its new weights, together with the replica."""
         if isinstance(self._inner, ShardAveraging):
             read: Any = functools.partial(self._read_new_metric, local_metric)  # may return None, unlike a metric
             return await self._inner.step_at(self.iteration, read, is_due=is_due)

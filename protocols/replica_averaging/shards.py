@@ -2,9 +2,9 @@
 
 The k-th ranks of all replicas are *counterparts*, which have the same shards of the model. Shards are sent only between
 counterparts. The first rank of a replica is its leader, which exchanges messages with the coordinator. The other ranks,
-its followers, receive these messages at *swap points*, steps in which all ranks of the replica wait for each other.
-There, each rank reports whether its part of an average is complete. The leader decides whether all ranks of the replica
-apply the average, abandon it or take a snapshot.
+its followers, receive these messages at *swap points*, steps in which all ranks of the replica wait for each other. At
+a swap point, each rank reports whether its part of an average is complete. The leader decides whether all ranks of the
+replica apply the average, abandon it or take a snapshot.
 
 Invariants: The ranks of a replica take their snapshots for a round at the same iteration. They apply an average at the
 same iteration, from the same donors with the same weights, or not at all.
@@ -41,13 +41,13 @@ APPLICATION: Final = 2
 
 
 class Status(NamedTuple):
-    """Report of a rank to its replica's leader at a swap point, where the replica's ranks wait for each other.
+    """Reports a rank's state to its replica's leader at a swap point, where the replica's ranks wait for each other.
 
     Attributes:
         metric: Metric of the rank, or None if no metric is due or the rank has no new measurement.
         assignment_count: Number of received assignments. The following fields refer to the last assignment.
         is_complete: Whether the rank's part of the average is complete.
-        failure: Reason for which the rank has abandoned its part, or "".
+        failure: Reason why the rank has abandoned its part, or "".
         nonfinite: Description of the rank's non-finite state, or "". Checked if the part is complete.
     """
 
@@ -59,7 +59,7 @@ class Status(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Message from a replica's leader to the replica's other ranks at a swap point, when all wait for each other.
+    """Sends the leader's decision to the replica's other ranks at a swap point, where all wait for each other.
 
     Attributes:
         events: Events of the leader's state machine since the last swap point.
@@ -77,7 +77,7 @@ class Decision(NamedTuple):
 
 
 class CounterpartChannels(MemberChannels):
-    """Channels of a replica's follower (a rank that is not its leader), which sends nothing to the coordinator."""
+    """Provides the channels of a follower (not a replica's first rank), which sends nothing to the coordinator."""
 
     def send_to_coordinator(self, message: ControlMessage, coordinator: int, round: int) -> None:
         """Do nothing: the leader receives this rank's status when the ranks of the replica next wait for each other."""
@@ -221,7 +221,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
                 filter(None, [self._own.describe_nonfinite(), *(each.nonfinite for each in followers)]), ""
             )
             info = roles.apply(application, self.iteration, nonfinite)
-        if statuses[0].metric is not None:  # as without shards, nothing is reported without the leader's measurement
+        if statuses[0].metric is not None:  # nothing is reported unless the leader has a measurement
             metrics = [math.nan if each.metric is None else each.metric for each in statuses]
             mean = self._read_metric(mean_of(metrics))
             tracker.report(self.iteration, self._call_count, mean)

@@ -1,7 +1,7 @@
 """Chooses the donors of selective DiLoCo and their weights, from all ranks' reports on their differences.
 
-A report has the held-out score of the anchor before and after a step along the rank's difference. Larger scores are
-better. The *gain* of a rank is the second score minus the first. A rank is left out of a round if:
+A report contains the held-out score of the anchor before and after a step along the rank's difference. Larger scores
+are better. The *gain* of a rank is the second score minus the first. A rank is left out of a round if:
 
 - its difference or its gain is not finite, or its gain is not positive;
 - the norm of its difference is above ``outlier_factor`` times the median norm of all ranks; or
@@ -24,12 +24,12 @@ from asyncdist.protocols.declared import Options, number, one_of, option
 from asyncdist.protocols.exchange.ledger import Report
 from asyncdist.protocols.ranking import order_worst_first
 
-#: Weights of the donors' differences: proportional to their gains, equal, or 0 except for the best difference.
+#: Weights of the donors' differences: proportional to their gains, all equal, or all weight on the best difference.
 DifferenceStrategy: TypeAlias = Literal["weighted_mean", "mean", "best_only"]
 
-#: Largest difference between the ranks' scores of equal weights that is ignored, as a share of the largest score.
+#: Largest ignored difference between the ranks' scores of identical weights, as a share of the largest score.
 _SCORE_TOLERANCE: Final = 1e-3
-#: Number of consecutive rounds in which the ranks' scores of equal weights differ, before a warning is logged.
+#: Number of consecutive rounds in which ranks score identical weights differently before a warning is logged.
 _UNEQUAL_COUNT: Final = 3
 
 
@@ -141,7 +141,7 @@ def _shares(gains: Mapping[int, float], rules: DonorRules) -> dict[int, float]:
 
 
 class AnchorScores:
-    """Detects ranks with different held-out data, whose scores of equal weights (the anchor) differ."""
+    """Detects whether ranks have different held-out data, and therefore score the same anchor differently."""
 
     def __init__(self) -> None:
         self._count: int | None = 0  # consecutive rounds with unequal scores; None after the warning

@@ -2,15 +2,15 @@
 
 Each rank measures its gain: how much a step along its difference improves the anchor's held-out metric. The leader of
 the exchange chooses the donors and their weights from the ranks' reported scores
-(:mod:`protocols.selective_diloco.donors`). In all other respects, the policy equals DiLoCo
+(:mod:`protocols.selective_diloco.donors`). In all other respects, the policy works like DiLoCo
 (:mod:`protocols.diloco.policy`).
 
 The metric is evaluated twice, with trial weights in the rank's own model: at the anchor, which is equal on all ranks,
-and after a *trial step*. A trial step adds a share of this rank's change of one fragment to the anchor. With k donors,
-the share is 1 / k, as in their mean. A trial step of the whole difference would be misleading. Late in a training,
-noise often makes each rank's own weights worse than the anchor, although the mean of all differences improves the
-anchor. The harm of noise grows with the square of the share, but the gain of progress only with the share. If the
-donors' noise is independent, a trial step of share 1 / k has 1 / k of the gain of the mean.
+and after a *trial step*. A trial step moves the anchor by a share of this rank's change in one fragment. With k donors,
+the share is 1 / k, as in their mean. A trial step of the whole difference would be misleading. Late in training, noise
+often makes each rank's own weights worse than the anchor, although the mean of all differences improves the anchor. The
+harm from noise is proportional to the square of the share, but the gain from progress only to the share. If the donors'
+noise is independent, a trial step of share 1 / k has 1 / k of the gain of the mean.
 
 The ranks of a replica measure together, each with trial weights in its part of the model.
 """
@@ -103,9 +103,9 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
     then with the anchor after a step along the rank's difference. With k donors, this step is 1 / k of the difference.
     The improvement is the rank's gain. Ranks without a gain, and ranks with an unusually large difference, are left out
     of the round, but receive the new weights. If all ranks are left out, all return to the anchor, and the outer
-    optimizer makes no step.
+    optimizer takes no step.
 
-    ``evaluate`` must give the same result on all ranks for equal weights. A metric of each rank's own data would prefer
+    ``evaluate`` must give the same result on all ranks for equal weights. A metric on each rank's own data would favour
     ranks with easy data.
 
     Args:
@@ -209,7 +209,7 @@ class SelectiveDiLoCoPolicy(DiLoCoPolicy):
         count = 1 if self._exchange is None else len(self._exchange.members()) // self._replicas.size
         if self._known_infinities.unsound_entry_of_model() is not None:
             count = 0
-        if self._replica is not None:  # its ranks may know of different lost ranks
+        if self._replica is not None:  # the replica's ranks may know of different lost ranks
             count = await self._replica.smallest(count)
         if not count:
             return ()

@@ -1,1 +1,1 @@
-"""Implements policies without a coordinator or metrics. Each is a rule: a set of pure functions in one file."""
+"""Implements policies without a coordinator or metrics. Each is defined by a rule: pure functions in one file."""

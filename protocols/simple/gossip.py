@@ -11,7 +11,7 @@ The ranks stay slightly different models around a common mean. The methods diffe
 - GossipGraD (Daily et al., 1803.05880): a partner that changes in each round, so that values reach k ranks in log2 k
   rounds.
 - SGP (Assran et al., 1811.10792), ``push_sum=True``: each rank also has a mass w, which is mixed like x = w * theta.
-  Only the columns of W must add up to 1, so that directed graphs keep the mean too.
+  Only the columns of W must add up to 1, so directed graphs keep the mean too.
 - NoLoCo (Kolehmainen et al., 2506.10911): pairs, and on each rank an anchor phi and a momentum m:
   m = beta * m + gamma * (mean(theta) - phi); phi = phi + m. The paper's two terms, the mean drift and the distance to
   the partners' mean anchor, share the factor gamma here. Only theta is therefore sent.
@@ -72,8 +72,8 @@ _FOREIGN_OPTIONS: Final = {
 
 logger = logging.getLogger("protocols.simple")
 
-#: Largest outer momentum with which mixing without training is stable on up to 32 ranks, for topologies whose partners
-#: change.
+#: Largest outer momentum at which repeated mixing, without training, is stable on up to 32 ranks. Only for topologies
+#: whose partners change.
 _MOMENTUM_MAX: Final = {
     **dict.fromkeys(("exponential", "hypercube", "rotating", "hosts"), 0.5),
     "random": 0.7,
@@ -208,9 +208,9 @@ class GossipFragment(RuleFragment):
         return norm
 
     def _gather(self, place: int, tensors: Sequence[Tensor], into: Tensor) -> None:
-        """Write this rank's contribution of one vector: anchor + factor * (weights - anchor).
+        """Write one vector of this rank's contribution: anchor + factor * (weights - anchor).
 
-        The weights are compared with the anchor in their own dtype, from which they were trained.
+        The difference is measured from the anchor rounded to the weights' dtype, because training began there.
 
         With push-sum, the contribution is x / w, which counts with the weight w (the mass). The factor 1 / w makes
         training move x by as much as the weights.
@@ -262,7 +262,7 @@ class GossipFragment(RuleFragment):
         self.mass = 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, without a mean that is not applied yet."""
+        """Return a copy of the state, without an unapplied mean."""
         kept = {
             "names": self.layout.checksum_of_names(),
             "anchors": {place: each.clone() for place, each in self._anchors.items()},
@@ -304,7 +304,7 @@ class GossipPolicy(SimplePolicy):
                 train_step(model, optimizer, batch)
                 await policy.step()
 
-    In a due step, a rank waits only for its partners of this round. The ranks' weights stay different. Floating
+    In a due step, a rank waits only for its partners in this round. The ranks' weights stay different. Floating
     buffers, such as BatchNorm's statistics, are averaged with the partners. Integer and bool buffers are copied from
     the first partner. Each rank keeps its optimizer's state. If a partner is lost, new partners are chosen among the
     living ranks. A rank whose weights are not finite does not contribute, and takes its partners' mean.

@@ -78,7 +78,7 @@ class SimplePolicy(ExchangePolicy):
     def _describe_nonfinite(self) -> str:
         """Describe this rank's non-finite state, or return "".
 
-        A non-finite state is only logged if rounds exchange a share of the values, which cannot restore the state.
+        If rounds exchange only a share of the values, they cannot restore a non-finite state, so it is only logged.
         """
         nonfinite = super()._describe_nonfinite()
         if not nonfinite or self._takes_all:
@@ -94,7 +94,7 @@ class SimplePolicy(ExchangePolicy):
 
 
 class RuleFragment(Fragment):
-    """Averages the whole model, or a random share of its values that changes with each round, by a rule."""
+    """Averages the whole model by a rule, or only a random share of its values that changes with each round."""
 
     def __init__(self, layout: WireLayout, rule: Rule, share: Share | None = None) -> None:
         super().__init__(layout)
@@ -103,7 +103,7 @@ class RuleFragment(Fragment):
 
     @property
     def measured_entries(self) -> frozenset[int]:
-        """Indices of the entries that a contribution contains whole. Empty with a :class:`Share`."""
+        """Indices of the entries that a contribution contains completely. Empty with a :class:`Share`."""
         return super().measured_entries if self._share is None else frozenset()
 
     def capture(self, tensors: Sequence[Tensor], encoded: Sequence[Tensor]) -> float:
@@ -152,7 +152,7 @@ class RuleFragment(Fragment):
 
 
 class _PermutedFragment(RuleFragment):
-    """Exchanges a share of the values among the ranks by random permutations. See :meth:`Rule.permuted`.
+    """Exchanges a share of the model's values among the ranks by random permutations. See :meth:`Rule.permuted`.
 
     The "mean" of a round contains all donors' values: value i of donor j, in the order of ranks, is at the index
     i * (number of members) + j. Each rank then picks its values.
@@ -189,7 +189,7 @@ class _PermutedFragment(RuleFragment):
 
 
 class Share:
-    """Reads and writes a random share of a model's values: those at the indices that a rule chooses for each round.
+    """Reads and writes a random share of a model's values, at the indices that a rule chooses for each round.
 
     The exchange handles a share like a model with one tensor of chosen values per dtype. Floating buffers are exchanged
     whole, and integers are copied from the first donor.

@@ -40,12 +40,12 @@ from asyncdist.protocols.simple.rule import Rule, random_pair
 
 logger = logging.getLogger("protocols.simple")
 
-#: Largest relative difference from the mean for which a pull may be rounded away without a warning.
+#: Largest relative difference from the mean at which a pull may be rounded away without a warning.
 _ROUNDED_MAX: Final = 0.05
 #: The ranks to whose mean a rank is pulled.
 MeanOf: TypeAlias = Literal["all", "pairs"]
 
-#: Hint at the corresponding option of this policy, by the name of another library's option.
+#: Hints at this policy's corresponding option, by the name of another library's option.
 FOREIGN_OPTIONS: Final = {
     **dict.fromkeys(
         ("mixing", "momentum"), "here pull is the share of the mean, and 1 - pull the share of the rank's own weights"
@@ -71,7 +71,7 @@ class PopulationAveragingOptions(ExchangeOptionNames, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullToMean(Rule):
-    """Rule that moves each rank a share of the way to the mean."""
+    """Moves each rank's weights a part of the way to the mean."""
 
     average_every: int = like(Rule, "average_every", 10)
     pull: float = option(
@@ -133,7 +133,7 @@ def _pulled(own: Tensor, mean: Tensor, pull: float) -> Tensor:
 
 
 def warn_of_rounding(title: str, parameters: Iterable[Tensor], pull: float) -> None:
-    """Log a warning if the parameters' dtype, such as bfloat16, rounds away pulls over a distance of over 5 %."""
+    """Log a warning if the parameters' dtype, such as bfloat16, rounds away pulls of weights over 5 % from the mean."""
     for each in parameters:
         least = torch.finfo(each.dtype).eps / 2 / pull if each.is_floating_point() and each.requires_grad else 0.0
         if least > _ROUNDED_MAX:
@@ -164,8 +164,8 @@ class PopulationAveragingPolicy(SimplePolicy, AnchoredPolicy):
     contribute, and its weights are replaced by the mean of the other ranks.
 
     With ``center=True`` (EASGD), the parameters are pulled to a center, which is equal on all ranks and is the result
-    of the training (see :meth:`anchor_weights`). All ranks must begin with equal parameters. Parameters that are not
-    finite are replaced by the center.
+    of training (see :meth:`anchor_weights`). All ranks must begin with equal parameters. Parameters that are not finite
+    are replaced by the center.
 
     Args:
         model: Model that this rank trains; see :class:`SpawnPolicy`.

@@ -46,8 +46,8 @@ class Rule(ExchangeOptions):
             members: Ranks that take part in the round, ascending, including ``rank``.
 
         Returns:
-            Ranks among ``members``, usually including ``rank``. A mapping from ranks to numbers also has the factor by
-            which this rank multiplies the weight of each contribution.
+            Ranks among ``members``, usually including ``rank``. If this is a mapping, its values are the factors by
+            which this rank multiplies the weights of the contributions.
         """
         del round, rank, members
         return None
@@ -125,15 +125,15 @@ def drawn(seed: int, round: int, count: int, *, first: int = 0) -> Tensor:
 
 
 def random_pair(seed: int, round: int, rank: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Return a rank and its random partner in a round, ascending.
+    """Return a rank and its random partner in a round, in ascending order.
 
-    If the number of members is odd, one of them has no partner, and is returned alone.
+    If the number of members is odd, the member without a partner is returned alone.
     """
     return next(pair for pair in random_pairs(seed, round, members) if rank in pair)
 
 
 def random_pairs(seed: int, round: int, members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the random pairs of the members in a round, each ascending. An odd member is alone in its tuple."""
+    """Return the random pairs of members in a round, each ascending. A member without partner is alone in its tuple."""
     keys = drawn(seed, round, len(members)).tolist()
     order = [member for _, member in sorted(zip(keys, members, strict=True))]
     return [tuple(sorted(order[place : place + 2])) for place in range(0, len(order), 2)]

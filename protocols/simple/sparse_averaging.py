@@ -1,7 +1,7 @@
 """Implements SPARTA and WASH, which average or shuffle a small random share of the parameters in each step.
 
-In round r, all ranks draw the same random indices M_r from the seed and r, a share p = ``fraction`` of the parameters'
-values. Only these values are averaged:
+In round r, all ranks draw the same random indices M_r from the seed and r. They choose a share p = ``fraction`` of the
+parameters' values, and only these values are averaged:
 
     theta_i[M_r] = mean(theta_1[M_r], ..., theta_k[M_r])
 
@@ -31,7 +31,7 @@ from asyncdist.protocols.simple.rule import Rule, drawn
 #: Operation on the values at the random indices.
 Operation: TypeAlias = Literal["mean", "shuffle"]
 
-#: Hint at the corresponding option of this policy, by the name of another library's option.
+#: Hints at this policy's corresponding option, by the name of another library's option.
 _FOREIGN_OPTIONS: Final = {
     **dict.fromkeys(("shuffle", "shuffle_prob"), "here operation='shuffle' shuffles a share of the values, fraction"),
     **dict.fromkeys(("p", "p_sparta", "share", "sparsity"), "here fraction is the share of the values to average"),
@@ -50,7 +50,7 @@ class SparseAveragingOptions(ExchangeOptionNames, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomShare(Rule):
-    """Rule that averages or shuffles the values at random indices, which differ from round to round."""
+    """Averages or shuffles the values at random indices, which differ from round to round."""
 
     fraction: float = option(
         "Share of the parameters' values that a round averages or shuffles, above 0 and at most 1.",
@@ -73,7 +73,7 @@ class RandomShare(Rule):
     )
 
     def chosen(self, round: int, count: int) -> Tensor:
-        """Return a share ``fraction`` of all indices: one random index of each range of about equal length."""
+        """Return a share ``fraction`` of all indices: one random index in each of many ranges of about equal length."""
         share = min(count, max(1, int(count * self.fraction + 0.5)))
         bounds = bounds_of(torch.arange(share + 1, device="cpu"), count, max(share, 1))
         numbers = drawn(self.seed, round, share + 1)

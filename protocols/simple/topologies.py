@@ -41,7 +41,7 @@ _SUM_ERROR_MAX: Final = 1e-6  # largest deviation from 1 of the sum of a row or 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A user's mixing matrix, checked to be square, finite, nonnegative, and to mix the values of all ranks.
+    """Holds a user's mixing matrix, checked to be square, finite and nonnegative, and to mix the values of all ranks.
 
     Attributes:
         rows: For each rank, the shares of all ranks in its new values.
@@ -134,7 +134,7 @@ class Graph:
     """Computes each rank's partners in each round.
 
     Args:
-        ranks: All ranks of the policy, ascending, including lost ranks, as in the rows of a matrix.
+        ranks: All ranks of the policy, ascending, one for each row of a matrix. Includes lost ranks.
         hosts: For each rank, the lowest rank on its host; None if all ranks share one host.
     """
 
@@ -188,7 +188,7 @@ class Graph:
         return [member for _, member in sorted(zip(keys, members, strict=True))]
 
     def _of_hosts(self, members: tuple[int, ...], phase: int) -> Mapping[int, Shares]:
-        """Return shares within each host or, in each round after the ranks of a host have mixed, between hosts.
+        """Return shares within hosts or, after each full cycle of such rounds, between hosts.
 
         Inside a host, and between ranks with the same position on their hosts, the graph is exponential.
         """
@@ -206,7 +206,7 @@ class Graph:
 
 
 def _period(count: int) -> int:
-    """Return the number of rounds of an exponential graph's or hypercube's cycle: log2 of ``count``, rounded up."""
+    """Return the number of rounds in one cycle of an exponential graph or hypercube: log2 of ``count``, rounded up."""
     return (count - 1).bit_length()
 
 
@@ -238,7 +238,7 @@ def _cube(members: Sequence[int], phase: int) -> list[tuple[int, int]]:
 
 
 def _paired(groups: Sequence[Sequence[int]], members: Sequence[int]) -> dict[int, Shares]:
-    """Return equal shares of both ranks of each pair. All other members keep their own values."""
+    """Return the shares by which both ranks of each pair take their mean. All other members keep their own values."""
     found: dict[int, Shares] = {rank: {rank: 1.0} for rank in members}
     for group in groups:
         found |= dict.fromkeys(group, _halves(group[0], group[-1]))

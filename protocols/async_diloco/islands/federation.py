@@ -1,8 +1,8 @@
 """Lets one rank take part in asynchronous DiLoCo with islands (groups of ranks).
 
 Each rank is a member of two groups: its island, and the group of all ranks, in which only the servers of islands
-contribute. The global server is the last rank, so that the loss of one rank does not affect a regional and the
-global server at once.
+contribute. The global server is the last rank, so that the loss of one rank does not affect both a regional server and
+the global server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Federation:
     Args:
         everyone: Members of the policy, in the order in which they become the global server.
         store: This rank's anchor (common weights) and contribution in its island.
-        is_divided_anew: Whether the loaded checkpoint is of other islands.
+        is_divided_anew: Whether the loaded checkpoint was saved with other islands.
 
     Attributes:
         member: This rank as a member of its island.
@@ -95,7 +95,7 @@ class Federation:
 
     def _on_answer(self) -> None:
         if self.member.server is not None:
-            self.member.server.start_due_task()  # which merges the answer
+            self.member.server.start_due_task()  # merges the answer
 
     async def settled(self, deadline: float) -> None:
         """Wait until this rank may leave the group of all ranks. It may already leave its island."""
@@ -103,7 +103,7 @@ class Federation:
         await self.global_member.settled(deadline)
 
     def counted(self, found: AsyncDiLoCoStatistics) -> AsyncDiLoCoStatistics:
-        """Return ``found``, completed with this rank's counts as a regional server and as the global server."""
+        """Return ``found`` with this rank's counts as a regional server and as the global server added."""
         global_server = self.global_member.server
         return replace(
             found,
@@ -125,7 +125,7 @@ class Federation:
 def divided_anew(
     state: Mapping[str, Any], island: Island, sources: Mapping[int, int], *, logs: bool
 ) -> dict[str, Any] | None:
-    """Return a rank's saved state without its island's contributions, if it was saved with other islands; else None.
+    """If a state was saved with other islands, return it without its island's contributions; otherwise None.
 
     The anchors are kept. If ``logs``, a warning is logged.
 

@@ -9,7 +9,7 @@ If the regional server is lost, the next member of the island registers with the
 
 - The global server drops the island's unapplied contributions. It answers with its anchor and the number of the
   island's last applied contribution.
-- If the answer to this contribution is not merged into the island's anchor yet, it is merged now.
+- If the answer to this contribution has not been merged into the island's anchor yet, it is merged now.
 - A contribution is sent only after another member of the island has received the regional server's state. The next
   server therefore has the anchor from which the contribution was computed, unless several members are lost at once.
 """
@@ -59,13 +59,13 @@ class Regional:
         every: Number K of versions between two contributions.
         weight: Weight alpha of the global anchor.
         decay: Decay of the error feedback of contributions; None for no error feedback.
-        is_divided_anew: Whether the loaded checkpoint is of other islands, so that no progress is known that is not
-            contributed.
+        is_divided_anew: Whether the loaded checkpoint was saved with other islands, in which case no uncontributed
+            progress is known.
 
     Attributes:
         merged: Number of the island's last contribution whose answer was merged; 0 before the first.
         lost_count: Number of times that this rank began to serve without the state after the island's last merge, so
-            that the progress since then is not contributed.
+            the progress since then was not contributed.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Regional:
     # -- contributions ----------------------------------------------------------------------------------------------
 
     def contribute_if_due(self, anchor: Anchor) -> None:
-        """Make the next contribution if it is due and the answer to the previous contribution is merged."""
+        """Make the next contribution if it is due and the answer to the previous contribution has been merged."""
         if self._captured is None and anchor.version - self._measured_from >= self._every:
             self.capture(anchor)
 
@@ -246,7 +246,7 @@ class Regional:
 
     @property
     def has_answer(self) -> bool:
-        """True if the global anchor has arrived and is not merged yet."""
+        """True if the global anchor has arrived but has not been merged yet."""
         return self._store.answer is not None
 
     def merge(self, anchor: Anchor) -> None:
@@ -265,9 +265,9 @@ class Regional:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def prepare_leaving(self, anchor: Anchor) -> None:
-        """Make a contribution of the rest of the island's progress, which :meth:`merge_last` sends.
+        """Turn the rest of the island's progress into a contribution, to be sent by :meth:`merge_last`.
 
-        The caller must send this server's state to the next server between the two calls.
+        Between this call and that one, the caller must send this server's state to the next server.
         """
         if self._captured is None and anchor.version > self._measured_from:
             self.capture(anchor)

@@ -22,7 +22,7 @@ from asyncdist.tensors.byte_views import byte_view, flat_bytes
 from asyncdist.tensors.codecs import Codec, ErrorFeedback, piece_count
 from asyncdist.tensors.flat_state import is_finite
 
-#: Types of devices on which contributions are encoded. On others, codecs are not known to give the same bytes.
+#: Device types on which contributions are encoded. On other types, codecs are not known to give the same bytes.
 _DEVICE_TYPES: Final = ("cuda",)
 _NORM_MAX: Final = 2.0**400  # replaces larger norms, so that sums of their squares are finite
 _PIECE_COUNT: Final = 1 << 16  # number of elements whose norm is computed at a time if their squares overflow
@@ -52,8 +52,9 @@ def gather(vector: Vector, tensors: Sequence[Tensor], flat: Tensor) -> None:
 def subtract(vector: Vector, anchor: Tensor, tensors: Sequence[Tensor], flat: Tensor) -> None:
     """Write the differences between an anchor and the model's tensors into a flat tensor.
 
-    The model trains from the anchor rounded to the tensors' dtypes. The differences are measured from there, so that
-    they do not contain the rounding, which would move the anchor to the nearest value of the dtype in each round.
+    The model trains from the anchor rounded to the tensors' dtypes, so the differences are measured from the rounded
+    anchor. Otherwise they would contain the rounding errors, and each round would move the anchor to the nearest value
+    of the dtype.
     """
     for index, first, end in vector.places:
         own = values_of(vector, tensors[index])
@@ -95,7 +96,7 @@ def write(vector: Vector, values: Tensor, tensor: Tensor) -> None:
 
 
 def values_of(vector: Vector, tensor: Tensor) -> Tensor:
-    """Return the values of a model's tensor in one dimension and in its own dtype.
+    """Return the values of a model's tensor as a 1-D tensor of the same dtype.
 
     Copied entries are returned as bytes.
     """
@@ -174,7 +175,7 @@ class Encoder:
         return norm
 
     def _pieces(self, vector: Vector, tensors: Sequence[Tensor], anchor: Tensor | None, into: Tensor) -> _Pieces:
-        """Return a function of the first index and the values of each piece. On the host, all values are one piece."""
+        """Return a function that computes each piece's first index and values. On the host, there is only one piece."""
         device = _common_device(vector, tensors)
         if vector.codec is not None and device is not None and device.type in _DEVICE_TYPES:
             return functools.partial(_device_pieces, vector, vector.codec, tensors, anchor, device)

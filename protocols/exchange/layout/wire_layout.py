@@ -6,7 +6,7 @@ The roles are:
 - ``"stepped"``: parameters, in float32 or float64. They are encoded with the codec.
 - ``"averaged"``: floating buffers, such as BatchNorm's statistics, and optimizer states that are averaged with the
   weights. They are never encoded with a lossy codec.
-- ``"copied"``: integer and bool entries, as bytes. Their mean is the value of the first donor.
+- ``"copied"``: integer and bool entries, as bytes. Instead of a mean, members take the first donor's values.
 
 Each vector is cut into slices, which are sent and averaged separately. Sums are elementwise, so the slices can be
 averaged on different ranks. The means have a separate codec if the contributions' codec would lose too much precision
@@ -46,7 +46,7 @@ _EXACT: Final = find_codec("float32")
 class Scratch:
     """Keeps memory for decoded values from one round to the next.
 
-    The kernel clears and maps each page of new memory. For 64 MiB, this takes as long as encoding them as int8.
+    The kernel clears and maps each page of new memory. For 64 MiB, this takes as long as encoding the values as int8.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Vector:
 
 
 class Piece(NamedTuple):
-    """A part of a slice that is averaged at once, as byte ranges of an encoded contribution and the encoded mean."""
+    """Defines a part of a slice that is averaged at once, as byte ranges of encoded contributions and means."""
 
     first: int
     end: int
@@ -178,7 +178,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One slice of one vector, which is sent and averaged as a unit.
+    """Defines one slice of one vector. A slice is sent and averaged as a unit.
 
     Attributes:
         number: Number of the slice among all slices of the fragment.
@@ -266,15 +266,15 @@ class WireLayout:
     def checksum_of_names(self) -> int:
         """Return a checksum of the entries' names, in the order in which the vectors contain their values.
 
-        The names are those without the wrappers of `torch.compile`, and without the ranks of a sharded replica.
+        The names include neither the wrappers of `torch.compile` nor the ranks of a sharded replica.
         """
         names = [self._source[0][index].names[0] for vector in self.vectors for index, *_ in vector.places]
         return zlib.crc32("\n".join(_plain(name.rpartition(": ")[2]) for name in names).encode())
 
     def check_names(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if the flat tensors of ``state`` belong to other entries, or to entries in another order.
+        """Raise ValueError if the flat tensors in ``state`` belong to other entries, or have them in another order.
 
-        States of former versions have no checksum of the names (``"names"``), and are not checked.
+        States saved by earlier versions have no checksum of the names (``"names"``), and are not checked.
         """
         own = self.checksum_of_names()
         if state.get("names", own) != own:
@@ -291,8 +291,8 @@ class WireLayout:
         is_coded = role == "stepped" and dtype == torch.float32 and self.codec is not _EXACT
         block = self.codec.block if is_coded else 1
         is_whole = role == "stepped" and self._divisible is not None
-        # A copied entry starts where it can be viewed with its own dtype. A whole tensor starts where a slice may
-        # start.
+        # A copied entry starts at an index at which it can be viewed with its own dtype, and a whole tensor at an index
+        # at which a slice may start.
         alignment = _ALIGNMENT_NBYTES if role == "copied" else block if is_whole else 1
         places, end = [], 0
         for index, count in counts:
@@ -342,12 +342,12 @@ class WireLayout:
         """Return the size in bytes of the memory for all encoded vectors, including gaps between them."""
         return sum(_aligned(_encoding(vector, of_mean).nbytes(0, vector.count)) for vector in self.vectors)
 
-    @torch.inference_mode(False)  # views of another dtype would otherwise belong to the caller's inference mode
+    @torch.inference_mode(False)  # otherwise views might be inference tensors, as in the caller's inference mode
     def encoded_in(self, memory: Tensor, *, of_mean: bool = False) -> list[Tensor]:
         """Return a view of ``memory``, which has at least :meth:`memory_nbytes` bytes, for each encoded vector.
 
-        The gaps between entries and between vectors are set to zero, because they are sent with the data. Without this,
-        the digest of a simulation would depend on what the memory contained before.
+        The gaps between entries and between vectors are set to zero, because they are sent with the data. Otherwise the
+        digest of a simulation would depend on what the memory contained before.
         """
         views, end = [], 0
         for vector in self.vectors:
@@ -467,6 +467,6 @@ def _moved(bounds: Sequence[int], cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plain(name: str) -> str:
-    """Return an entry's name without wrappers of ``torch.compile``, also for an optimizer's state of a parameter."""
+    """Return an entry's name without ``torch.compile``'s wrappers, even if it is a parameter's optimizer state."""
     parameter = name.removeprefix(STATE_PREFIX)
     return name.removesuffix(parameter) + plain_name(parameter)

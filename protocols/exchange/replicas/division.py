@@ -30,7 +30,7 @@ from asyncdist.tensors.flat_state import Entry
 
 
 def weighing_of(replicas: Replicas, weigh: Weighing) -> Weighing:
-    """Convert ``weigh``, which decides on replicas, to a function that decides on ranks.
+    """Convert ``weigh``, which decides on replicas, into a function that decides on ranks.
 
     ``weigh`` gets one report for each replica whose ranks have all reported, keyed by the replica's first rank. This
     report has the means of the ranks' weights and scores, and the norm of all parts together. The new function returns
@@ -116,7 +116,7 @@ class ReplicaParts:
     async def share(
         self, replica: ReplicaGroup, fragments: Sequence[int], tensors: Sequence[Tensor]
     ) -> list[tuple[Vector, Tensor]]:
-        """Send this rank's part of some fragments to the replica's other ranks, and return their parts.
+        """Send this rank's part of some fragments to the replica's other ranks, and return the parts of these ranks.
 
         After a mean is applied, a rank has new values only in its own part.
         """

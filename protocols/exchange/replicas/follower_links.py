@@ -110,7 +110,7 @@ async def new_follower_links(
     *,
     is_sharded: bool,
 ) -> FollowerLinks:
-    """Return the links of ``replica``, or free it if they cannot be made. Collective among its ranks.
+    """Create the links of ``replica``, or free the replica if that fails. Collective among the replica's ranks.
 
     Args:
         start: Start of the policy, as part of which groups are created. None if the replica was restarted.

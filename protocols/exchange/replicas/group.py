@@ -30,7 +30,7 @@ _LEAVING_WARNING_S: Final = 20.0
 
 
 class Readiness(NamedTuple):
-    """Report of one rank before it applies a mean, or the joint report of its replica's ranks.
+    """Reports one rank's state before it applies a mean, or the joint state of its replica's ranks.
 
     Attributes:
         nonfinite: Description of a part of the weights or of the optimizer that is not finite; "" if all is finite.
@@ -138,13 +138,13 @@ class ReplicaGroup:
         return float(found)
 
     async def leave(self, step_count: int) -> None:
-        """Wait until all ranks of the replica leave, and log a warning if that takes long.
+        """Wait until all ranks of the replica leave, and log a warning if this takes long.
 
-        If a rank has ended its training loop early, the other ranks wait in DDP's all-reduce and cannot be notified.
-        Do not wait if a step of this rank was interrupted.
+        If a rank has ended its training loop early, the other ranks are waiting in DDP's all-reduce and cannot be
+        notified. Do not wait if a step of this rank was interrupted.
 
         Args:
-            step_count: Number of steps that this rank has made.
+            step_count: Number of steps that this rank has taken.
         """
         world = self.world
         if self._may_be_unequal:
