@@ -139,7 +139,7 @@ class SnapshotReceiver:
         self._ring = ring
         self._layout = ring.layout_of(accumulator)
         self._page = self._offset = 0
-        # For each requested snapshot: its stream and chunks, or the reading of the donor's memory. None if it is empty.
+        # Each requested snapshot's stream and chunks, or the reading of the donor's memory. None for an empty snapshot.
         self._asked: deque[tuple[InboundStream | Reading | None, Sequence[ReceivedChunk]]] = deque()
         self._asked_count = 0
         self._is_asking = True  # whether any receives are not posted yet

@@ -156,9 +156,10 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
 
 
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
-    """torchgfn's buffer of the same name, which also sends added containers to the rank ``remote_manager_rank``.
+    """Version of torchgfn's buffer of this name that also sends added containers to rank ``remote_manager_rank``.
 
-    In addition to torchgfn's arguments, it has ``communication_backend`` and ``timing`` of :class:`ReplayBuffer`.
+    In addition to torchgfn's arguments, it takes ``communication_backend`` and ``timing``, as :class:`ReplayBuffer`
+    does.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
 
 
 def _pending_requests(_: object) -> dict[int, asyncio.Task[Any]]:
-    """Return a dict for this rank's request to each buffer rank that is not completed, as a task."""
+    """Return a dict that maps each buffer rank to the task of this rank's unfinished request to it."""
     return {}
 
 
@@ -327,7 +328,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 class _RequestDesk:
     """Receives a buffer rank's requests, one at a time, and sends the answers.
 
-    There is one desk per rank. Requests wait in it at any time after the first run has begun.
+    There is one desk per rank. From its first run on, it collects requests at all times, even between two runs.
 
     Attributes:
         done: Ranks that have sent an EXIT to the current run. Their later requests wait for the next run.
@@ -353,7 +354,7 @@ class _RequestDesk:
         self._asked_by: tuple[int, int] | None = None  # rank and incarnation that sent the current request
 
     def begin_run(self, world: blocking.World, client_count: int) -> None:
-        """Begin a run, in which the ranks that have ended the last run may take part."""
+        """Start a run, in which ranks that have ended the previous run may take part again."""
         self._world = world
         self._client_count = client_count
         self._seen.clear()
@@ -363,7 +364,8 @@ class _RequestDesk:
             self._drop_requests(rank)
 
     def _drop_requests(self, rank: int) -> None:
-        """Drop the requests of the lost process of ``rank``. The new process could receive their answers."""
+        """Drop requests of the lost process of ``rank``. Otherwise its new process could receive the answers to
+        them."""
         kept = [envelope for envelope in self._requests if envelope.source != rank]
         self._requests.clear()
         self._requests.extend(kept)
@@ -389,7 +391,7 @@ class _RequestDesk:
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:
         def found() -> int | None:
-            """Return the place of the oldest request of a rank that has not ended the current run."""
+            """Return the index of the oldest request from a rank that has not ended the current run."""
             return next((place for place, each in enumerate(self._requests) if each.source not in self.done), None)
 
         what = WaitId(WaitKind.BUFFER_USERS)
