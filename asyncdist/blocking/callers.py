@@ -348,7 +348,8 @@ class LoopCaller(Caller):
             return self._context.run(self._step_in_context, fn, args, kwargs)
         finally:
             work.is_running = True
-            # A signal handler of the program may raise an error after any function call, so no other is made here.
+            # A signal handler of the program may raise an error after any function call, so no further function is
+            # called here.
             try:  # noqa: SIM105
                 _leave_task(loop, self._host)
             except RuntimeError:  # main was not made the current task yet

@@ -81,7 +81,7 @@ def hide_ranks_from(state: Any) -> None:
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:
-    """If several GPUs were visible, hide all except those with these indices among them."""
+    """Hide all but those of the visible GPUs that have these indices, unless at most one was visible."""
     if _visible_gpus:
         seen = ",".join(_visible_gpus[number % len(_visible_gpus)] for number in numbers)
         environment.set_variables({"CUDA_VISIBLE_DEVICES": seen})
@@ -334,8 +334,7 @@ class Training(Generic[PolicyT]):
             seed_by_number(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:
-        """Start a policy with the other ranks. If ``is_again`` is true and they do not join, continue without a
-        policy."""
+        """Start a policy with the other ranks. If ``is_again`` is true and they do not join, go without a policy."""
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
         made.begins_again = is_again
         policy = Policy(made)

@@ -64,9 +64,9 @@ class Averaging(Callback, Generic[PolicyT]):
     callbacks. Create this object before the trainer, so that the trainer uses the subfolder from the beginning. Only
     rank 0 shows a progress bar.
 
-    Each rank logs the number of averages that it has adopted as ``averages``. Checkpoints contain the policy's state,
-    and a fit with ``ckpt_path`` continues from it. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are
-    supported.
+    Each rank logs the number of averages that it has adopted, under the name ``averages``. Checkpoints contain the
+    policy's state, and a fit with ``ckpt_path`` continues from it. Trainers of ``pytorch_lightning`` and
+    ``lightning.pytorch`` are supported.
 
     Args:
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
@@ -424,7 +424,7 @@ class Averaging(Callback, Generic[PolicyT]):
 class SelectiveAveraging(Averaging[Selective]):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    It behaves like :class:`Averaging`, but logs the number of averages that the rank has adopted as ``replacements``.
+    It behaves like :class:`Averaging`, but the name of the logged number of adopted averages is ``replacements``.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.

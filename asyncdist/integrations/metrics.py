@@ -1,4 +1,4 @@
-"""Computes a rank's metric from the losses of its steps, and checks the metric that judges a trainer's ranks."""
+"""Computes a rank's metric from its steps' losses, and checks the metric by which a trainer's ranks are judged."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def state_of_rank(replica: Replica, states: Mapping[str, Any]) -> Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class _RankAddress:
-    """Host and local rank of a rank in a replica, and the port that it offers. Port 0 means that it offers none."""
+    """Host and local rank of a rank in a replica, and the port that the rank offers, or 0 if it offers none."""
 
     hostname: str
     local_rank: int

@@ -67,8 +67,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     ``model_init`` is equal on all ranks, because ``arguments.seed`` is. During training, each rank uses different
     random numbers for shuffling and dropout.
 
-    Log entries contain the number of averages that the rank has adopted as ``averages``. Checkpoints contain the
-    policy's state, from which training resumes.
+    Log entries contain the number of averages that the rank has adopted, under the name ``averages``. Checkpoints
+    contain the policy's state, from which training resumes.
 
     Args:
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
@@ -233,7 +233,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @property
     def _key(self) -> str:
-        """The policy's class and name. They are different for each policy of a trainer."""
+        """The policy's class and name, which differ between the policies of a trainer."""
         name = self._training.name
         return self._training.kind.__name__ + (f"_{quote(name, safe='')}" if name else "")
 
@@ -373,7 +373,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 class SelectiveAveraging(Averaging[Selective]):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    It behaves like :class:`Averaging`, but logs the number of averages that the rank has adopted as ``replacements``.
+    It behaves like :class:`Averaging`, but the name of the logged number of adopted averages is ``replacements``.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.

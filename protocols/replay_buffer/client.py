@@ -333,7 +333,7 @@ class ReplayBuffer:
         limit: RequestLimit,
         payload: npt.NDArray[np.uint8] = _NO_PAYLOAD,
     ) -> Any:
-        """Send a request when the limit of unanswered requests allows, and return the server's answer.
+        """Send a request when the limit of unanswered requests allows it, and return the server's answer.
 
         If the caller is cancelled, the request still counts as unanswered until its answer arrives.
 

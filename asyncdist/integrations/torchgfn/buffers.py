@@ -364,8 +364,7 @@ class _RequestDesk:
             self._drop_requests(rank)
 
     def _drop_requests(self, rank: int) -> None:
-        """Drop requests of the lost process of ``rank``. Otherwise its new process could receive the answers to
-        them."""
+        """Drop requests of the lost process of ``rank``. Otherwise its new process could receive their answers."""
         kept = [envelope for envelope in self._requests if envelope.source != rank]
         self._requests.clear()
         self._requests.extend(kept)
