@@ -324,7 +324,7 @@ class _Save:
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
 
     async def _report_error_to_survivors(self) -> None:
-        """Report the error that prevented this rank's save to the other ranks that were never lost, if they save."""
+        """Notify the other never-lost ranks, if they save, of the error that prevents this rank from saving."""
         fail = self._raise_error_of_arrival
         try:
             await self._move_to_survivors()

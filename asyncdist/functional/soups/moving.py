@@ -18,9 +18,8 @@ def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | 
     Call ``averaged.update_parameters(model)`` after each optimizer step. ``averaged.module`` has the average. This
     average differs from torch's ``get_ema_multi_avg_fn`` in five ways:
 
-    - The decay is bias-corrected: the model of t steps ago contributes the fraction decay^t / (1 + decay + decay^2 +
-      ...). In torch's average, the first model contributes decay^t after t steps, which is still 37 % after 1,000
-      steps.
+    - The decay is bias-corrected: the model of t steps ago contributes decay^t, divided by the sum of these powers. In
+      torch's average, the first model contributes decay^t after t steps, which is still 37 % after 1,000 steps.
     - Weights of less than 32 bits are kept in float32, because an update of 0.1 % would vanish in bfloat16.
     - Floating buffers are averaged, and integer buffers are copied.
     - Infinities, as in an attention mask, are preserved.
