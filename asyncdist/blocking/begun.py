@@ -73,7 +73,7 @@ class BegunCall:
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        """Continue the coroutine, and return the next future for which it waits."""
+        """Continue the coroutine, and return the future for which it waits next."""
         awaited, self._awaited = self._awaited, None
         if self.is_cancelled:  # as in asyncio, cancel the awaited future first
             self.is_cancelled = False

@@ -170,7 +170,7 @@ class Calls(Generic[AskT, AnswerT]):
     def _handle_answer(self, envelope: Envelope[Any]) -> None:
         dest, waiter = self._waiting.get(envelope.round, (-1, None))
         if waiter is None or waiter.done() or dest != envelope.source:
-            return  # No task waits for this answer.
+            return  # No task is waiting for this answer.
         if isinstance(envelope.message, _Failed):
             failed = envelope.message
             words = f"rank {dest} failed to answer: {failed.kind}: {failed.words}"

@@ -350,7 +350,8 @@ async def zero_only(
     """Let one rank do some work while the others wait.
 
     ``async with zero_only() as is_main:`` enters the block on all ranks, because a ``with`` statement cannot skip its
-    block. Put the main rank's work under ``if is_main:``. At the end of the block, all members wait for each other.
+    block. Put the work of rank ``root`` under ``if is_main:``. At the end of the block, all members wait for each
+    other.
 
     Args:
         root: Rank on which ``is_main`` is true, by default the group's first.

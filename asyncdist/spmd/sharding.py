@@ -151,8 +151,8 @@ def shmap_map(
 
     Returns:
         ``async (*args) -> outputs``. It raises ValueError or TypeError if arguments do not fit their specs or outputs
-        are not tensors, and any error of :func:`asyncdist.all_gather`. If it fails on one rank, the ranks that wait for
-        that rank's outputs get a RemoteError.
+        are not tensors, and any error of :func:`asyncdist.all_gather`. If it fails on one rank, the ranks that are
+        waiting for that rank's outputs get a RemoteError.
 
     Raises:
         TypeError: A spec is neither a name nor None.

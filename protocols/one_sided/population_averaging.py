@@ -1,4 +1,4 @@
-"""Asynchronous PAPA: each rank is pulled towards the mean of other ranks' published snapshots, and never waits.
+"""Asynchronous PAPA: each rank is pulled towards the mean of other ranks' snapshots, and never waits for them.
 
 Every ``average_every`` steps, rank i publishes a snapshot of its weights. In the background, it also starts reading the
 newest snapshots s_j of ``donor_count`` other ranks. In the step after the last read, it moves towards the mean of all k
@@ -77,7 +77,7 @@ class AsyncPull(Options):
 
 @with_options(AsyncPopulationAveragingOptions, CommonOptions, AveragingOptions, ReadOptions, AsyncPull)
 class AsyncPopulationAveragingPolicy(OneSidedPolicy):
-    """Trains with asynchronous PAPA: each rank is pulled towards the mean of other ranks' snapshots, and never waits.
+    """Trains with asynchronous PAPA: each rank is pulled towards the mean of other ranks' snapshots, without waiting.
 
     ::
 

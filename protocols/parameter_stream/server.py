@@ -163,7 +163,7 @@ class SnapshotServer:
 
     def _serve_early(self, offer: Offer) -> None:
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
-        # Each sender begins with a different receiver, so that no receiver gets the first streams of all senders.
+        # Each sender starts with a different receiver, so that no receiver gets the first streams of all senders.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
             self._serve(offer, self._early.pop(key)[1], key)
 

@@ -108,7 +108,7 @@ async def save_population(
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
     After that, or if this rank was restarted, the others complete the checkpoint. The cancellation is raised once this
-    rank no longer writes a file.
+    rank is no longer writing a file.
     """
     policy = checkpoint_state.without_wrapper(policy)
     take_state = functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric)

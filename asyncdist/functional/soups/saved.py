@@ -281,8 +281,8 @@ def _sources_of(
     """Return the saved models in order. A folder stands for the models of all ranks in its newest checkpoint.
 
     Args:
-        last: Number of sources to use, the last ones. Of a single folder, the models of the ``last`` newest checkpoints
-            are returned, the oldest first.
+        last: Number of sources to use, counted from the end. For a single folder, the models of its ``last`` newest
+            checkpoints are returned, the oldest first.
         rank: Rank whose models are returned, or None for all ranks.
 
     Raises:

@@ -10,8 +10,8 @@ A payload is an object that dill serializes, as in torchgfn, so the ranks of a j
 does not fit into a message is sent as a stream after it.
 
 A training rank has at most one pending request to a buffer rank. If its caller is interrupted, the request is completed
-in the background, and the next request waits for it. A buffer rank answers requests in arrival order. It ends when each
-of its training ranks has sent a termination signal, is lost or has left. Later requests wait for its next run.
+in the background, and the next request waits for it. A buffer rank answers requests in arrival order. Its run ends when
+each of its training ranks has sent a termination signal, is lost or has left. Later requests wait for the next run.
 """
 
 from __future__ import annotations
@@ -91,12 +91,13 @@ class _Remote:
         self._requests_took_s = 0.0
 
     def add(self, training_container: ContainerUnion) -> dict[str, float] | None:
-        """Add a container to this buffer and, if there is a buffer rank, to the containers for that rank.
+        """Add a container to this buffer and, if there is a buffer rank, collect the container for that rank.
 
-        Every ``remote_buffer_freq``-th call sends these containers, and returns their scores. Other calls return None.
+        Every ``remote_buffer_freq``-th call sends the collected containers, and returns their scores. Other calls
+        return None.
         """
-        # torchgfn 2.4.1 sends in ReplayBuffer.add, but not in the add of its subclasses. Its add therefore gets no
-        # rank, and this method does the rest, as ReplayBuffer.add does.
+        # torchgfn 2.4.1 sends in ReplayBuffer.add, but not in the add of its subclasses. The subclass's add therefore
+        # gets no rank, and this method does the rest, as ReplayBuffer.add does.
         server, self.remote_manager_rank = self.remote_manager_rank, None
         try:
             super().add(training_container)  # type: ignore[misc]
@@ -194,8 +195,8 @@ def _pending_requests(_: object) -> dict[int, asyncio.Task[Any]]:
 async def _exchange(world: World, server: int, kind: MessageType, payload: bytes) -> torch.Tensor | None:
     """Send a request to a buffer rank after any earlier request to it, and return the answer, or None for an EXIT.
 
-    **Cancellation**: the request is completed in the background. The buffer rank could otherwise wait forever for the
-    rest of the request, and the next request could receive this one's answer.
+    **Cancellation**: the request is completed in the background. Otherwise, the buffer rank could wait forever for the
+    rest of the request, and the next request could receive this request's answer.
     """
     services = world.services
     services.check_peer(server)
