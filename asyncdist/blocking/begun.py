@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Outcome(Generic[T]):
-    """The value that a call has returned, or the error that it has raised."""
+    """Holds the value that a call has returned, or the error that it has raised."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -47,7 +47,7 @@ async def awaited(made: Awaitable[T]) -> T:
 class BegunCall:
     """An awaitable that continues a coroutine which was started outside any event loop.
 
-    Reports on tasks' waits inspect the coroutine through ``cr_frame`` and ``cr_await``.
+    Reports about waiting tasks inspect the coroutine through ``cr_frame`` and ``cr_await``.
 
     Args:
         coroutine: Coroutine after the first ``send(None)``.
@@ -73,7 +73,7 @@ class BegunCall:
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        """Continue the coroutine, and return the next future for which it waits."""
+        """Continue the coroutine, and return the future for which it waits next."""
         awaited, self._awaited = self._awaited, None
         if self.is_cancelled:  # as in asyncio, cancel the awaited future first
             self.is_cancelled = False

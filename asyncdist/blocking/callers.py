@@ -107,7 +107,7 @@ class Caller(abc.ABC):
     """Awaits coroutines for blocking code, in the task of a rank's main.
 
     Attributes:
-        on_opened: Function to call when the blocking code opens its world, if that world was open before, as in a
+        on_opened: Function to call when the blocking code opens its world, if that world is already open, as in a
             simulation.
         ends: Functions to call before the world closes without an error, oldest first.
     """
@@ -203,7 +203,7 @@ class LoopCaller(Caller):
         super().__init__()
         self._open_world = open_world
         self._interrupts = Interrupts(spares_process=is_loop_running())
-        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # uvloop would take 30 us for each start
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # uvloop would need 30 us for each start
         self._context = contextvars.copy_context()
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[Outcome[None]]
@@ -237,7 +237,7 @@ class LoopCaller(Caller):
         self.world.services.engine.transport.on_finalize(self._close_before_finalize)
 
     def listen(self) -> None:
-        """Let a received signal raise its error in the ``with`` block from now on, even if it has already arrived."""
+        """From now on, let a signal raise its error in the ``with`` block, even if the signal has already arrived."""
         self._interrupts.raises_at_once = True
         if self._interrupts.withdraw():
             self._interrupts.check()
@@ -348,7 +348,8 @@ class LoopCaller(Caller):
             return self._context.run(self._step_in_context, fn, args, kwargs)
         finally:
             work.is_running = True
-            # A signal handler of the program may raise an error after any function call, so no other is made here.
+            # A signal handler of the program may raise an error after any function call, so no further function is
+            # called here.
             try:  # noqa: SIM105
                 _leave_task(loop, self._host)
             except RuntimeError:  # main was not made the current task yet
@@ -464,7 +465,7 @@ class LoopCaller(Caller):
 
 
 def _share(meshes: tuple[Mesh, ...], groups: ParallelGroups[Any] | None) -> None:
-    """Set the variables that blocking code and the coroutines it calls share, although their contexts differ."""
+    """Set the context variables that blocking code shares with the coroutines it calls in another context."""
     open_meshes.set(meshes)
     current_groups.set(groups)
 
@@ -497,7 +498,7 @@ class SwitchingCaller(Caller):
         return cast(T, await self._serve(greenlet.greenlet(call_at_bottom), fn, *args, **kwargs))
 
     async def continue_stack(self, stack: greenlet.greenlet) -> object:
-        """Continue code on the stack ``stack``, which waits in :data:`ask_for_world`, and return its value."""
+        """Continue the code on ``stack``, which is waiting in :data:`ask_for_world`, and return the code's value."""
         return await self._serve(stack, self)
 
     async def _serve(self, stack: greenlet.greenlet, *args: Any, **kwargs: Any) -> object:

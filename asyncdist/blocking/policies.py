@@ -66,7 +66,7 @@ class Policy(Generic[PolicyT_co]):
         return f"<{repr(self.awaited).strip('<>')}, blocking>"
 
     def __enter__(self) -> Self:
-        """Start the policy, together with all its ranks.
+        """Start the policy together with its other ranks.
 
         Raises:
             LocalProtocolError: Called in a rank's coroutine.
@@ -104,7 +104,7 @@ class Policy(Generic[PolicyT_co]):
         score: Any = None,
         tokens: float | None = None,
     ) -> InfoT:
-        """Do a policy step, which may change the model's weights. See :meth:`protocols.SpawnPolicy.step`.
+        """Take a policy step, which may change the model's weights. See :meth:`protocols.SpawnPolicy.step`.
 
         Args:
             local_metric, loss, score: This rank's metric.
@@ -120,7 +120,7 @@ class Policy(Generic[PolicyT_co]):
         return caller.call(self.awaited.step, local_metric, **given)
 
     def settle(self: Policy[_SettlingPolicy]) -> None:
-        """Wait until rounds of averaging have ended, before ``state_dict`` is saved. See ``DiLoCoPolicy.settle``.
+        """Wait for averaging rounds in progress, so that ``state_dict`` can be saved. See ``DiLoCoPolicy.settle``.
 
         Raises:
             RuntimeError: Called outside the ``with`` block.
@@ -128,7 +128,7 @@ class Policy(Generic[PolicyT_co]):
         (self._caller or self._refuse()).call(self.awaited.settle)
 
     def anchor_weights(self: Policy[_AnchoredPolicy]) -> AbstractContextManager[None]:
-        """Put the weights of the last round into the model in a ``with`` block. See ``DiLoCoPolicy.anchor_weights``.
+        """Put the last round's weights into the model during a ``with`` block. See ``DiLoCoPolicy.anchor_weights``.
 
         Raises:
             RuntimeError: Called outside the policy's ``with`` block.
@@ -140,7 +140,7 @@ class Policy(Generic[PolicyT_co]):
         return self.awaited.statistics()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a step with torchgfn's arguments. See :meth:`protocols.ported.Ported.__call__`."""
+        """Take a policy step with torchgfn's arguments. See :meth:`protocols.ported.Ported.__call__`."""
         called: Any = self.awaited
         return (self._caller or self._refuse()).call(called, *args, **kwargs)
 

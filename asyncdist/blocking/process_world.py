@@ -22,8 +22,8 @@ def process_world() -> World:
     """Return the open world, or open a world that lasts until the process ends if none is open.
 
     When the interpreter exits, this rank leaves that world and waits for the other ranks. If an exception ends the
-    program, this rank fails with that exception. Exceptions include the SystemExit of ``sys.exit(3)``, SIGTERM and
-    SIGHUP. Only ``asyncdist run`` also detects ``exit(3)`` and ``raise SystemExit(3)``.
+    program, this rank fails with that exception. This includes the SystemExit that ``sys.exit(3)``, SIGTERM or SIGHUP
+    raises. Only ``asyncdist run`` also detects ``exit(3)`` and ``raise SystemExit(3)``.
 
     Raises:
         LocalProtocolError: Called in a rank's coroutine.

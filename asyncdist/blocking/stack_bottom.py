@@ -1,8 +1,8 @@
 """Calls a function at the bottom of a separate stack (a greenlet), where C++ backtraces must end.
 
-For each of its errors, torch takes a backtrace of the C++ stack, even if the program catches the error. Beyond the
-bottom of a greenlet's stack is memory of other stacks. A backtrace that continues there reads arbitrary addresses, and
-can end the process by SIGSEGV.
+For each of its errors, torch takes a backtrace of the C++ stack, even if the program catches the error. The memory
+beyond the bottom of a greenlet's stack belongs to other stacks. A backtrace that continues there reads arbitrary
+addresses, and can end the process by SIGSEGV.
 
 The function that ends backtraces is C code in the module's ``.pxd`` file, used if the module is compiled
 (:mod:`asyncdist.compiled`).

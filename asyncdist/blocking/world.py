@@ -35,7 +35,7 @@ class World:
     """One rank of a running job, for code without an event loop.
 
     The methods that are coroutines in :class:`asyncdist.World` block here. Between two calls, this rank does not
-    respond to other ranks. To respond, it is usually enough to call a policy's ``step`` in each iteration.
+    respond to other ranks. Calling a policy's ``step`` in each iteration is usually often enough.
 
     Attributes:
         rank: Number of this rank, from 0.
@@ -272,7 +272,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)
-            caller.end()  # integrations close their policies, for which the other ranks wait
+            caller.end()  # integrations now close their policies, because the other ranks wait for that
             return value
 
         return await caller.run(run_and_end)

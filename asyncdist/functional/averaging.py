@@ -83,7 +83,7 @@ async def average_state(
 def prepare_average(model: nn.Module, state: FlatState, world: World) -> None:
     """Allocate and touch the memory that :func:`average_state` uses, so that its first call causes no page faults.
 
-    The model is not changed. The memory is kept as after a call of :func:`average_state`.
+    The model is not changed. The memory is kept for later calls, as in :func:`average_state`.
     """
     models = _Models(model, world, state)
     for spread in models.spreads:

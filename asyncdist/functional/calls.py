@@ -152,7 +152,7 @@ class Calls(Generic[AskT, AnswerT]):
         finally:
             self._waiting.pop(number, None)
             if waiter.done() and not waiter.cancelled():
-                waiter.exception()  # the send may have failed, too; asyncio would log an exception that is not read
+                waiter.exception()  # the send may have failed, too; asyncio would log an unretrieved exception
 
     async def _read(self, channel: Channel[Any]) -> None:
         while True:
@@ -170,7 +170,7 @@ class Calls(Generic[AskT, AnswerT]):
     def _handle_answer(self, envelope: Envelope[Any]) -> None:
         dest, waiter = self._waiting.get(envelope.round, (-1, None))
         if waiter is None or waiter.done() or dest != envelope.source:
-            return  # No task waits for this answer.
+            return  # No task is waiting for this answer.
         if isinstance(envelope.message, _Failed):
             failed = envelope.message
             words = f"rank {dest} failed to answer: {failed.kind}: {failed.words}"
@@ -193,7 +193,7 @@ class Calls(Generic[AskT, AnswerT]):
             answer = _failed(error)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
-            if task is None or task.cancelling():  # this task is cancelled, and not only one that answer= awaits
+            if task is None or task.cancelling():  # this task was cancelled, not only one that answer= awaits
                 raise
             answer = _failed(error)
         # The asking rank may be lost, or one of the two ranks may have left its block.

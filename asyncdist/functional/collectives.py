@@ -114,7 +114,7 @@ async def gather(
         tensor: Tensor of equal shape and dtype on all members, on any device.
         root: Rank of a member.
 
-    **Cancellation**: ``tensor`` is in use until the other members have taken part. Do not change it before.
+    **Cancellation**: ``tensor`` is in use until the other members have taken part. Do not change it until then.
     """
     world, group = resolve_group(world, group)
     return await world.collectives.gather(tensor, group, root)
@@ -156,7 +156,7 @@ def all_gather(
         group: Ranks that take part, by default all. Only without an axis name.
         world: World of the call, by default the current one. Only without an axis name.
 
-    **Cancellation**: ``tensor`` is in use until the other members have taken part. Do not change it before.
+    **Cancellation**: ``tensor`` is in use until the other members have taken part. Do not change it until then.
 
     Raises:
         TypeError: Arguments for a group and for a mesh axis were both passed.
@@ -218,10 +218,10 @@ async def all_to_all(
     Args:
         tensors: One tensor per member, all of equal shape and dtype. A single tensor, of equal shape and dtype on all
             members, is split evenly along its first dimension. The result has the same form.
-        group: Ranks that take part, by default all. For process groups of torch.distributed, and for gradients, use
+        group: Ranks that take part, by default all. For torch.distributed process groups, and for gradients, use
             :func:`asyncdist.launch.process_groups.all_to_all`.
 
-    **Cancellation**: ``tensors`` are in use until the other members have taken part. Do not change them before.
+    **Cancellation**: ``tensors`` are in use until the other members have taken part. Do not change them until then.
 
     Raises:
         ValueError: The first dimension cannot be split evenly.

@@ -312,13 +312,13 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
     """Run the block first on the ranks where ``is_main`` is true, and then on the others.
 
     For example, with ``async with zero_first(world.rank == 0)``, rank 0 downloads a file, which the other ranks then
-    find. Several ranks may be main, for example one per host. In the block, collectives of the group raise
-    DisagreementError, because its members enter the block at different times.
+    find. ``is_main`` may be true on several ranks, for example on one rank per host. In the block, collectives of the
+    group raise DisagreementError, because its members enter the block at different times.
 
     Raises:
-        RemoteError: The block raised an exception on a main rank, so the other ranks do not enter their blocks. An
-            exception in the block of another rank affects only that rank.
-        LocalProtocolError: No rank is main, or this rank is not in the group.
+        RemoteError: The block raised an exception on a rank where ``is_main`` is true, so the other ranks do not enter
+            their blocks. An exception in the block of another rank affects only that rank.
+        LocalProtocolError: ``is_main`` is false on all ranks, or this rank is not in the group.
         TypeError: ``is_main`` is not a bool.
     """
     world, group = resolve_group(world, group)
@@ -347,10 +347,11 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
 async def zero_only(
     *, root: int | None = None, group: Group | None = None, world: World | None = None
 ) -> AsyncIterator[bool]:
-    """Let one rank do some work while the others wait for it.
+    """Let one rank do some work while the others wait.
 
     ``async with zero_only() as is_main:`` enters the block on all ranks, because a ``with`` statement cannot skip its
-    block. Put the main rank's work under ``if is_main:``. At the end of the block, all members wait for each other.
+    block. Put the work of rank ``root`` under ``if is_main:``. At the end of the block, all members wait for each
+    other.
 
     Args:
         root: Rank on which ``is_main`` is true, by default the group's first.

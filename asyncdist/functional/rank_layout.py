@@ -30,7 +30,7 @@ _WORDS_LENGTH_MAX: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The role of each rank.
+    """Assigns a role to each rank.
 
     Attributes:
         agent_groups: Training ranks of each agent group, as tuples or lists. Groups have equal sizes and need not be
@@ -189,7 +189,7 @@ class RankLayout:
 
 
 class BufferRanks:
-    """Ranks that serve replay buffers in this world, so that no buffer rank waits for them as clients."""
+    """Records the ranks that serve replay buffers in this world, so that no buffer rank waits for them as clients."""
 
     def __init__(self, _: object) -> None:
         self.ranks: frozenset[int] = frozenset()
@@ -371,7 +371,7 @@ def _check_dist_backend(world: World, dist_backend: str | None) -> None:
 
 
 def _describe(layout: RankLayout) -> str:
-    """Describe a layout in one line. A long description is cut off, and a digest follows."""
+    """Describe a layout in one line. A long description is cut off and followed by a digest."""
     text = str(layout).replace("\n", "; ")
     if any(sorted(group) != list(group) for group in layout.agent_groups):  # str() does not show the order
         text = f"{text}; agent groups in the order {list(map(list, layout.agent_groups))}"

@@ -1,7 +1,7 @@
 """Seeds, saves and restores a rank's random number generators: Python's, numpy's global one, and torch's.
 
-The state of numpy's default generator, an MT19937, is saved as a tuple, and the state of another one as JSON.
-``torch.load(weights_only=True)`` loads both.
+The state of numpy's default global generator, an MT19937, is saved as a tuple, and the state of any other generator as
+JSON. ``torch.load(weights_only=True)`` loads both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BUFFER_LENGTH: Final = 4
 class RestoredNumbers:
     """Records whether this rank's generators are still in the states that it restored from its own checkpoint.
 
-    An integration gives the ranks of a training different random numbers, unless these ranks continue a checkpoint.
+    An integration makes the ranks' random numbers differ, unless the ranks resume from their own checkpoints.
     """
 
     def __init__(self, _: object) -> None:

@@ -14,10 +14,10 @@ With another policy::
 
     averaging = Averaging(DiLoCoPolicy(model, optimizer, average_every=100))
 
-Importing this module hides the launcher's variables, so each rank's ``Accelerator`` sees a single process. Mixed
-precision and gradient accumulation work as usual, and loaders do not wait for other ranks. If there are several ranks,
-each uses a subfolder ``rank0``, ``rank1``, ... of ``project_dir`` and ``logging_dir``. Paths passed to methods, such as
-``save_state("saved")``, are not changed. Pass a different path on each rank.
+Importing this module hides the launcher's environment variables, so each rank's ``Accelerator`` sees a single process.
+Mixed precision and gradient accumulation work as usual, and loaders do not wait for other ranks. If there are several
+ranks, each uses a subfolder ``rank0``, ``rank1``, ... of ``project_dir`` and ``logging_dir``. Paths passed to methods,
+such as ``save_state("saved")``, are not changed. Pass a different path on each rank.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ def _vary_loaded_states(load: Any, accelerator: Any, input_dir: Any = None, *arg
 
 @replaces(accelerate.Accelerator, "save_state")
 def _save_settled_states(save: Any, *args: Any, **options: Any) -> Any:
-    """Wait first until the rounds of averaging in progress have ended."""
+    """Save a state after the averaging rounds in progress have ended."""
     joining.settle_open_trainings()
     return save(*args, **options)
 
 
 @replaces(accelerate.utils.memory, "should_reduce_batch_size")
 def _note_exhausted_memory(decide: Any, exception: Exception) -> bool:
-    """Let a training begin again after it ran out of memory. ``find_executable_batch_size`` calls this function."""
+    """Let training start again after it has run out of memory. ``find_executable_batch_size`` calls this function."""
     is_tried_again: bool = decide(exception)
     if is_tried_again:
         joining.note_out_of_memory()
@@ -116,7 +116,7 @@ def _new_gradients(_: object) -> dict[str, Any]:
 class _GradientsOfRank:
     """Gives each rank its own state of accelerate's ``GradientState``, which has one state per process.
 
-    With a common state, one rank's batches would determine when another rank's optimizer makes a step. Rank 0 has the
+    With a common state, one rank's batches would determine when another rank's optimizer takes a step. Rank 0 has the
     state of the process, which a simulated script may use before it opens its world.
     """
 
@@ -156,7 +156,7 @@ class Averaging(pytorch.Averaging[PolicyT]):
         super()._begin(training, model, optimizer)
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None, tokens: float | None = None) -> StepInfo:
-        """Do a policy step, with the arguments of :meth:`asyncdist.integrations.pytorch.Averaging.step`."""
+        """Take a policy step, with the arguments of :meth:`asyncdist.integrations.pytorch.Averaging.step`."""
         if not self._has_seen_loader:  # only now, because a program also prepares loaders for evaluation
             self._has_seen_loader = True
             joining.warn_of_common_rows(self._gradients.active_dataloader, joining.join())

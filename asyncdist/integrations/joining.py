@@ -55,20 +55,20 @@ _visible_gpus: list[str] = []
 
 
 def hide_ranks() -> None:
-    """Hide the launcher's variables and other ranks' GPUs, so that libraries imported later train in one process."""
+    """Hide the launcher's environment variables and other ranks' GPUs, so that later imports train in one process."""
     number = detection.local_rank()
     if number is not None and not _visible_gpus and (count := torch.cuda.device_count()) > 1:
-        listed = environment.VARIABLES.get("CUDA_VISIBLE_DEVICES")  # of all ranks, for example set by Slurm
+        listed = environment.VARIABLES.get("CUDA_VISIBLE_DEVICES")  # lists all ranks' GPUs, for example under Slurm
         _visible_gpus[:] = map(str, range(count)) if listed is None else listed.split(",")[:count]
         choose_gpus([number])
     child_environment.hide_ranks()
 
 
 def hide_ranks_from(state: Any) -> None:
-    """Patch accelerate's ``PartialState`` to hide variables that a launcher has set after the integration's import.
+    """Patch accelerate's ``PartialState`` to hide environment variables set after the integration was imported.
 
     ``notebook_launcher`` forks its ranks from a process that may have imported the integration. It sets the ranks'
-    variables afterwards.
+    environment variables afterwards.
     """
     if hasattr(state.__init__, "__wrapped__"):  # another integration has patched it
         return
@@ -81,7 +81,7 @@ def hide_ranks_from(state: Any) -> None:
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:
-    """Make only the GPUs with these indices among the visible GPUs visible, unless at most one was visible."""
+    """Hide all but those of the visible GPUs that have these indices, unless at most one was visible."""
     if _visible_gpus:
         seen = ",".join(_visible_gpus[number % len(_visible_gpus)] for number in numbers)
         environment.set_variables({"CUDA_VISIBLE_DEVICES": seen})
@@ -115,7 +115,7 @@ def join() -> World:
 
 
 def below(path: Any, folder: str) -> str:
-    """Return the path of the subfolder ``folder`` of ``path``, or ``path`` if it is already in such a subfolder."""
+    """Return the path of the subfolder ``folder`` of ``path``, or ``path`` itself if it already contains that name."""
     parent: str = os.fspath(path)  # pathlib.Path would alter a URL
     return parent if folder in parent.split("/") else os.path.join(parent, folder)
 
@@ -134,7 +134,7 @@ def selective_averaging(
 
     ``mode`` is the policy's ``metric_mode``, which may be in ``options`` instead. If ``is_of_trainer`` is True and
     ``monitor`` is None, ranks are judged by their training loss. TypeError or ValueError is raised for a wrong
-    argument. Other ``options`` are checked when the training begins.
+    argument. Other ``options`` are checked when training begins.
     """
     validation.count("average_every", average_every)
     metric_mode = options.get("metric_mode", mode)
@@ -163,7 +163,7 @@ def averaging(kind: type[PolicyT], options: Mapping[str, Any], *, monitor: str |
 
     Unless the options have a ``metric_mode``, smaller metrics are better. If the policy judges ranks and the options
     have no ``metric``, ranks are judged by ``monitor``, or by their training loss if it is None. TypeError or
-    ValueError is raised if ``kind`` is not a policy class, or lacks one of the options. Values are checked when the
+    ValueError is raised if ``kind`` is not a policy class, or lacks one of the options. Their values are checked when
     training begins.
     """
     given_kind: object = kind
@@ -241,7 +241,7 @@ def log_once_that_rank_0_pushes() -> None:
 
 
 def refuse_copy(owner: object, *_: object) -> NoReturn:
-    """Raise TypeError, because an object that owns the policy of a training cannot be copied or pickled."""
+    """Raise TypeError, because an object that owns a policy cannot be copied or pickled."""
     raise TypeError(
         f"{type(owner).__name__} cannot be copied, because it holds the policy of this rank's training; make another "
         "one with the same options"
@@ -249,22 +249,22 @@ def refuse_copy(owner: object, *_: object) -> NoReturn:
 
 
 class Training(Generic[PolicyT]):
-    """Owns a policy for the duration of one training.
+    """Owns a policy for the duration of one training run.
 
     Args:
         kind: Class of the policy, or another callable that takes a model and its optimizer and returns the policy.
         options: Options of the policy.
-        warning: Warning that rank 0 logs when the training begins, or "" for no warning.
+        warning: Warning that rank 0 logs when training begins, or "" for no warning.
 
     Attributes:
         kind: The argument ``kind``.
         options: The argument ``options``.
         name: The policy's option ``name``, or "" if it has none.
-        policy: The open policy, or None before and after the training.
+        policy: The open policy, or None before and after training.
         is_judged: Whether the policy's steps need this rank's metric. Policies that use no metric, or have the option
             ``metric``, do not.
         replacement_count: Number of averages that this rank has adopted, including those before a resume.
-        is_interrupted: Whether memory ran out while the policy was open, so that the training may begin again.
+        is_interrupted: Whether memory ran out while the policy was open, so that training may start again.
         trains_alone: Whether this rank ran out of memory and now trains alone, because the other ranks did not start a
             new policy with it.
     """
@@ -286,23 +286,23 @@ class Training(Generic[PolicyT]):
     __copy__ = __deepcopy__ = refuse_copy
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Start the policy, together with all ranks, and make this rank's random numbers differ from other ranks'.
+        """Start the policy together with the other ranks, and make this rank's random numbers differ from theirs.
 
-        If this rank has just restored its random states from a checkpoint of a policy that had made steps, it keeps
-        these states, because they already differ between ranks.
+        If this rank has just restored its random states from a checkpoint of a policy that had completed steps, it
+        keeps these states, because they already differ between ranks.
 
-        A trainer that ran out of memory may begin again with smaller batches while the other ranks train. This rank
-        therefore continues with an open policy that has equal options and the same model or, after memory ran out, the
-        same layout. Otherwise, the open policies of this object and of interrupted trainings are ended, and a new
-        policy is started. If memory ran out and the other ranks do not join, this rank trains without a policy. Unless
-        memory ran out, a policy with a loaded state replaces an open policy on the model.
+        A trainer that ran out of memory may start again with smaller batches while the other ranks continue training.
+        This rank therefore continues with an open policy that has equal options and the same model or, after memory ran
+        out, the same layout. Otherwise, the open policies of this object and of interrupted training runs are ended,
+        and a new policy is started. If memory ran out and the other ranks do not join, this rank trains without a
+        policy. Unless memory ran out, a policy with a loaded state replaces an open policy on the model.
         """
         world = join()
         are_restored = world.awaited.services.shared(RestoredNumbers).are_unchanged
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
-        # A user may begin the training again in the except clause that handles the exhausted memory.
+        # A user may start training again in the except clause that handles the out-of-memory error.
         if (error := sys.exception()) is not None and is_out_of_memory(error):
             note_out_of_memory()
         made = self.kind(model, optimizer, **self.options)
@@ -334,7 +334,7 @@ class Training(Generic[PolicyT]):
             seed_by_number(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:
-        """Start a policy with all ranks. If ``is_again`` and the other ranks do not join, continue without a policy."""
+        """Start a policy with the other ranks. If ``is_again`` is true and they do not join, go without a policy."""
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
         made.begins_again = is_again
         policy = Policy(made)
@@ -368,10 +368,10 @@ class Training(Generic[PolicyT]):
         return False
 
     def _is_on_model_of(self, made: SpawnPolicy) -> bool:
-        """Return whether this training's policy is open, and has the model of ``made`` and equal options."""
+        """Return whether this object's policy is open, and has the same model and options as ``made``."""
         if self.policy is None or made.model is not self.policy.awaited.model:
             return False
-        # With parameters="trainable", other parameters may be trained now.
+        # With parameters="trainable", different parameters may be trainable now.
         open_policy = self.policy.awaited
         return made._flat.fingerprint == open_policy._flat.fingerprint and _is_equal(open_policy, made)
 
@@ -404,7 +404,7 @@ class Training(Generic[PolicyT]):
             self.policy.awaited.optimizer = optimizer
 
     def state_dict(self, *, settles: bool = True) -> dict[str, Any]:
-        """Wait until rounds of averaging have ended, and return the policy's state, or {} if none is open."""
+        """Wait for averaging rounds in progress, and return the policy's state, or {} if no policy is open."""
         if settles:
             self.settle()
         if self.policy is None:
@@ -412,7 +412,7 @@ class Training(Generic[PolicyT]):
         return {**self.policy.awaited.state_dict(), "replacement_count": self.replacement_count}
 
     def state_without_waiting(self) -> dict[str, Any]:
-        """Return the open policy's state. Return {} if no policy is open, or a round of averaging is in progress.
+        """Return the open policy's state. Return {} if no policy is open, or if an averaging round is in progress.
 
         After an exception, a wait for a round could last forever, because the other ranks may have ended.
         """
@@ -423,7 +423,7 @@ class Training(Generic[PolicyT]):
             return {}
 
     def settle(self) -> None:
-        """Wait until the policy's rounds of averaging in progress have ended, so that its state can be saved."""
+        """Wait until the policy's averaging rounds in progress have ended, so that its state can be saved."""
         settle = None if self.policy is None else getattr(self.policy.awaited, "settle", None)
         if settle is not None:
             self._caller.call(settle)
@@ -441,7 +441,7 @@ class Training(Generic[PolicyT]):
         self._saved = None
 
     def step(self, metric: Any, tokens: float | None = None) -> StepInfo:
-        """Do a policy step, which may change the model's weights. Raise ClosedError if no policy is open.
+        """Take a policy step, which may change the model's weights. Raise ClosedError if no policy is open.
 
         Args:
             metric: This rank's metric, or None if the policy uses no metric.
@@ -463,7 +463,7 @@ class Training(Generic[PolicyT]):
     def call(
         self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a policy step, with the arguments and result of :meth:`protocols.ported.Ported.__call__`."""
+        """Take a policy step, with the arguments and result of :meth:`protocols.ported.Ported.__call__`."""
         if self.trains_alone:
             return model, optimizer, fields_of(self.step(metric))
         called: tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
@@ -472,7 +472,7 @@ class Training(Generic[PolicyT]):
         return called
 
     def open_policy(self) -> Policy[PolicyT]:
-        """Return the open policy. Raise ClosedError if the training has not begun or has ended."""
+        """Return the open policy. Raise ClosedError if training has not begun or has ended."""
         if self.policy is None:
             raise ClosedError("this averaging has ended, with close() or with its block; create a new one")
         return self.policy
@@ -480,7 +480,7 @@ class Training(Generic[PolicyT]):
     def end(self, error: BaseException | None = None) -> None:
         """Leave the policy if it is open.
 
-        If ``error`` means that memory ran out, keep the policy open for a restart.
+        If ``error`` means that memory ran out, keep the policy open, because training may start again.
         """
         policy = self.policy
         if policy is None and not self.trains_alone:
@@ -495,20 +495,20 @@ class Training(Generic[PolicyT]):
 
 
 def _open_trainings() -> list[Training[Any]]:
-    """Return this rank's unfinished trainings, oldest first."""
+    """Return this rank's unfinished training runs, oldest first."""
     owners = [getattr(end, "__self__", None) for end in current_caller("a policy").ends]
     return [owner for owner in owners if isinstance(owner, Training)]
 
 
 def settle_open_trainings() -> None:
-    """Wait until the rounds of averaging in progress on this rank have ended, so that policy states can be saved."""
+    """Wait until this rank's averaging rounds in progress have ended, so that policy states can be saved."""
     if find_caller() is not None:
         for training in _open_trainings():
             training.settle()
 
 
 def note_out_of_memory() -> None:
-    """Allow this rank's open trainings to begin again, even with new models, because memory ran out."""
+    """Allow this rank's open training runs to start again, even with new models, because memory ran out."""
     if find_caller() is not None:
         for training in _open_trainings():
             training.is_interrupted = True
@@ -544,7 +544,7 @@ def _advising_about_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> It
 
 
 def _enter_with_all(policy: Policy[Any]) -> None:
-    """Start a policy. Try again after a collision with a rank that begins again after running out of memory.
+    """Start a policy. Try again after a collision with a rank that starts again after running out of memory.
 
     That rank waits alone until a timeout, and then trains without a policy. The other ranks are notified of its start
     only when they start their next policy, and must then start again. If the timeout passes first, the ranks
@@ -570,7 +570,7 @@ def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
 
 
 def _traits_of(policy: SpawnPolicy) -> tuple[Any, ...]:
-    """Return everything that is equal for two policies that can continue each other, except the model."""
+    """Return all traits, except the model, that two policies must share for one to continue the other."""
     group = policy._given_group or current_caller("a policy").world.group
     options = policy._options()
     return type(policy), policy.name, policy.average_every, group.ranks, policy._flat.trained_only, options

@@ -64,9 +64,9 @@ class Averaging(Callback, Generic[PolicyT]):
     callbacks. Create this object before the trainer, so that the trainer uses the subfolder from the beginning. Only
     rank 0 shows a progress bar.
 
-    Each rank logs the number of averages that it has adopted as ``averages``. Checkpoints contain the policy's state,
-    and a fit with ``ckpt_path`` continues from it. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are
-    supported.
+    Each rank logs the number of averages that it has adopted, under the name ``averages``. Checkpoints contain the
+    policy's state, and a fit with ``ckpt_path`` continues from it. Trainers of ``pytorch_lightning`` and
+    ``lightning.pytorch`` are supported.
 
     Args:
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
@@ -161,7 +161,7 @@ class Averaging(Callback, Generic[PolicyT]):
 
     def _prepare(self, trainer: pl.Trainer) -> None:
         if trainer.world_size != self._replica_size and not (self._world.size == 1 < self._replica_size):
-            if detection.is_started_by_trainer():  # The trainer's own process raises this error, too.
+            if detection.is_started_by_trainer():  # The process that created the trainer raises the error below, too.
                 raise SystemExit(0)
             raise ValueError(self._refusal(trainer.world_size))
         self._use_rank_folder(trainer)
@@ -176,7 +176,7 @@ class Averaging(Callback, Generic[PolicyT]):
                 trainer.progress_bar_callback.disable()
 
     def _shuffle_loaders_by_rank(self, trainer: pl.Trainer) -> None:
-        """Patch the strategy so that training loaders shuffle differently in each replica before workers read rows."""
+        """Patch the strategy to make training loaders shuffle differently in each replica, before workers read rows."""
         strategy: Any = trainer.strategy
         if "process_dataloader" in vars(strategy):  # an earlier fit has patched the strategy
             return
@@ -229,13 +229,13 @@ class Averaging(Callback, Generic[PolicyT]):
             self._has_loaded_other = False
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Drop a state with which no policy has started, and accept one that a program loads before the next fit."""
+        """Drop a state that no policy has started from, and accept a state that a program loads before the next fit."""
         if stage == "fit":
             self._training.forget_state()
         self._loads_states = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the policy, together with all ranks, unless a checkpoint is loaded after this method."""
+        """Start the policy together with the other ranks, unless a checkpoint is loaded after this method."""
         self._trainer = trainer
         self._has_losses = self._has_warned = False
         self._loss.reset()
@@ -249,8 +249,8 @@ class Averaging(Callback, Generic[PolicyT]):
     def _begins_late(self, trainer: pl.Trainer) -> bool:
         """Return whether the policy starts in :meth:`on_train_start`, after the trainer has loaded its checkpoint.
 
-        Some strategies, like ModelParallelStrategy, load all of it then. Others load the states of optimizers and
-        schedulers, which must not replace the state that a restarted rank gets from a running policy.
+        Some strategies, like ModelParallelStrategy, load the whole checkpoint that late. Others load the states of
+        optimizers and schedulers, which must not replace the state that a restarted rank gets from a running policy.
         """
         is_restarted = self._world.incarnation > 0 and trainer.ckpt_path is not None
         return is_restarted or bool(trainer.strategy.restore_checkpoint_after_setup)
@@ -262,7 +262,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._warn_of_averages(trainer)
 
     def _warn_of_averages(self, trainer: pl.Trainer) -> None:
-        """Warn of callbacks that average weights over time, because the policy does not update their averages."""
+        """Warn about callbacks that average weights over time, because the policy does not update their averages."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
                 logger.warning(
@@ -302,7 +302,7 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Do a policy step if the optimizer has made a step."""
+        """Take a policy step if the optimizer has taken a step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self._counts_examples:
             self._example_count += _size_of(batch)
@@ -351,7 +351,7 @@ class Averaging(Callback, Generic[PolicyT]):
         self._warn_of_no_metric(trainer)
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
-        """Warn once if the optimizer has made steps, but this rank has no metric."""
+        """Warn once if the optimizer has taken steps, but this rank has no metric."""
         if self._has_warned or self._step_count == self._first_step_count or not self._training.is_judged:
             return
         if self.monitor is None:
@@ -388,7 +388,7 @@ class Averaging(Callback, Generic[PolicyT]):
         return states_of_replica(self._world, self._replica, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a state for the next policy's start. Ignore one that Lightning loads to validate, test or predict."""
+        """Keep a state for the next policy. Ignore a state that Lightning loads to validate, test or predict."""
         if not self._loads_states:
             return
         state = state_dict if self._replica.size == 1 else state_of_rank(self._replica, state_dict)
@@ -403,7 +403,7 @@ class Averaging(Callback, Generic[PolicyT]):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Record whether another rank or replica saved the checkpoint. If so, its order of rows is not used."""
+        """Record whether another rank or replica saved the checkpoint. If so, the saved order of rows is not used."""
         self._has_loaded_other = checkpoint.get(_NUMBER) != self._replica.number
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -424,7 +424,7 @@ class Averaging(Callback, Generic[PolicyT]):
 class SelectiveAveraging(Averaging[Selective]):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    It behaves like :class:`Averaging`, but logs the number of averages that the rank has adopted as ``replacements``.
+    It behaves like :class:`Averaging`, but the name of the logged number of adopted averages is ``replacements``.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
@@ -489,7 +489,7 @@ def _steps_of(trainer: pl.Trainer) -> Any:
 
 
 def _settle_before_saving(strategy: Any) -> None:
-    """Patch a strategy to wait until rounds of averaging have ended before it reads the weights for a checkpoint.
+    """Patch a strategy to wait for averaging rounds in progress before it reads the weights for a checkpoint.
 
     Otherwise, a strategy that gathers copies of the weights would miss the changes that the rounds make.
     """

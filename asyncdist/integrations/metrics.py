@@ -1,4 +1,4 @@
-"""Computes a rank's metric from the losses of its steps, and checks by which metric a trainer's ranks are judged."""
+"""Computes a rank's metric from its steps' losses, and checks the metric by which a trainer's ranks are judged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RunningLoss:
 
 
 def warning_of_judge(monitor: str | None, option: str, mode: MetricMode) -> str:
-    """Return a warning if the name of the metric that judges ranks contradicts the ``mode``, or an empty string.
+    """Return a warning if the name of the metric for judging ranks contradicts ``mode``, otherwise an empty string.
 
     Args:
         monitor: Name of a logged metric, or None for the training loss.

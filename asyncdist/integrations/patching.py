@@ -1,4 +1,4 @@
-"""Replaces methods of libraries by functions that call them."""
+"""Replaces methods of libraries with functions that get the original methods."""
 
 from __future__ import annotations
 

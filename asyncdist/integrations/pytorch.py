@@ -92,7 +92,7 @@ class Averaging(Generic[PolicyT]):
         return None if self._training.trains_alone else self._training.open_policy().awaited
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None, tokens: float | None = None) -> StepInfo:
-        """Do a policy step, which may change the model's weights. Call it after each optimizer step.
+        """Take a policy step, which may change the model's weights. Call this method after each optimizer step.
 
         If the policy judges ranks by a metric, pass exactly one of ``loss``, ``score`` and ``metric``: a number, or a
         tensor with one element. A rank is judged by the mean since its last report, or since its weights were replaced.
@@ -128,11 +128,11 @@ class Averaging(Generic[PolicyT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the policy's state, for :meth:`protocols.SpawnPolicy.load_state_dict` of a policy not yet entered.
 
-        If rounds of averaging are in progress, this method waits until this rank has received their means, which may
+        If averaging rounds are in progress, this method waits until this rank has received their means, which may
         change the weights. Therefore, call it before the ``state_dict()`` of the model.
 
-        While this rank trains without averages, because it has run out of memory, the state is an empty dict. Do not
-        load that.
+        While this rank trains without averages, because it has run out of memory, the state is an empty dict, which
+        must not be loaded.
 
         Raises:
             ClosedError: Called after :meth:`close` or after the end of the ``with`` block.
@@ -203,7 +203,7 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
 
     Args:
         replica_size: Number of consecutive ranks that form a replica.
-        backend: Backend of torch.distributed, by default one for each device type that torch supports.
+        backend: The torch.distributed backend, by default one for each device type that torch supports.
 
     Raises:
         TypeError, ValueError: ``replica_size`` is not an int >= 2, or does not divide the number of ranks.

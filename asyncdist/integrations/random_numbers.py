@@ -4,8 +4,8 @@ In a program for one process, one seed determines the initial weights, the order
 weights should be equal on all ranks, but everything else should differ. Otherwise, all ranks would train the same model
 in the same way.
 
-- The program's seed determines the weights, because they are initialised before the training begins.
-- :func:`seed_by_number` makes the global generators differ when the training begins.
+- The program's seed determines the weights, because they are initialised before training begins.
+- :func:`seed_by_number` makes the global generators differ when training begins.
 - :func:`shuffle_by_number` does the same for samplers with their own seed or generator, and for a loader's generator,
   which seeds its workers. The ranks of a replica keep the same order, because their library divides the rows.
 

@@ -25,8 +25,8 @@ from asyncdist.protocols.joining.state_transfer import packed, unpacked
 _STATES: Final = "states of a replica's ranks"
 #: Seconds in which all ranks of a replica must request a group, as for :meth:`World.new_group`.
 _GROUP_TIMEOUT_S: Final = 60.0
-#: Seconds in which all ranks of a replica must save a checkpoint, as in torch's process groups. Before, the first rank
-#: may have uploaded files, for example.
+#: Seconds in which all ranks of a replica must save a checkpoint: the timeout of torch's process groups. The first rank
+#: may upload files before it saves, for example.
 _SAVE_TIMEOUT_S: Final = 1800.0
 
 
@@ -48,7 +48,7 @@ class Replica:
 
 
 def show_replica(world: World, size: int) -> Replica:
-    """Set the launcher's variables so that a library trains with the ranks of this rank's replica.
+    """Set the launcher's environment variables so that a library trains with the ranks of this rank's replica.
 
     All ranks of the replica must call this function. TypeError or ValueError is raised if ``size`` does not divide the
     number of ranks, or if the replica is on several hosts.
@@ -105,7 +105,7 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
 
 
 def _served_store(address: str) -> TCPStore:
-    """Serve a store at an address of this host, or at all its addresses if ``address`` is a name."""
+    """Serve a store at an address of this host, or at all addresses of this host if ``address`` is a name."""
     listener = addresses.listen_at(address, 0)
     if listener is None:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -180,7 +180,7 @@ def state_of_rank(replica: Replica, states: Mapping[str, Any]) -> Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class _RankAddress:
-    """Host and local rank of a rank in a replica, and the port that it offers. Port 0 means that it offers none."""
+    """Host and local rank of a rank in a replica, and the port that the rank offers, or 0 if it offers none."""
 
     hostname: str
     local_rank: int

@@ -11,7 +11,8 @@ With another policy::
 
     trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[Averaging(DiLoCoPolicy, average_every=100)])
 
-Each rank has its own trainer. It sees a single process, because importing this module hides the launcher's variables.
+Each rank has its own trainer. The trainer sees a single process, because importing this module hides the launcher's
+environment variables.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
     ``model_init`` is equal on all ranks, because ``arguments.seed`` is. During training, each rank uses different
     random numbers for shuffling and dropout.
 
-    Log entries contain the number of averages that the rank has adopted as ``averages``. Checkpoints contain the
-    policy's state, from which a resumed training continues.
+    Log entries contain the number of averages that the rank has adopted, under the name ``averages``. Checkpoints
+    contain the policy's state, from which training resumes.
 
     Args:
         policy: Class of the policy, for example :class:`protocols.DiLoCoPolicy`.
@@ -108,25 +109,26 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The open policy, or None while the trainer does not train."""
+        """The open policy, or None while the trainer is not training."""
         return self._training.policy
 
     @property
     def awaited(self) -> PolicyT | Self | None:
-        """The open policy without its blocking methods, None if this rank trains without averages, or this callback.
+        """The open policy without its blocking methods. If no policy is open, this callback or None.
 
-        :func:`asyncdist.save_population` and :func:`asyncdist.load_population` read it.
+        It is None if this rank trains without averages because it ran out of memory. :func:`asyncdist.save_population`
+        and :func:`asyncdist.load_population` read it.
         """
         if self.policy is not None:
             return self.policy.awaited
         return None if self._training.trains_alone else self
 
     def state_dict(self) -> NoReturn:
-        """Raise ClosedError: while the trainer does not train, there is no policy to save."""
+        """Raise ClosedError, because there is no policy to save while the trainer is not training."""
         raise ClosedError("the trainer does not train, so no policy is open; save without policy=")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a policy's state, as saved by :func:`asyncdist.save_population`, for the start of the next training."""
+        """Keep a policy's state, saved by :func:`asyncdist.save_population`, for the start of the next training run."""
         self._training.load_state_dict(state_dict)
 
     __copy__ = __deepcopy__ = __reduce_ex__ = joining.refuse_copy
@@ -157,7 +159,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         if self._replica.folder in Path(output).parts:
             return
         if args.hub_model_id is None:
-            args.hub_model_id = Path(output).absolute().name  # by default, the repository would be named rank0
+            args.hub_model_id = Path(output).absolute().name  # otherwise, the repository would be named rank0
         if (logs := getattr(args, "logging_dir", None)) is not None:  # exists up to transformers 4
             args.logging_dir = _logs_of_rank(logs, output, self._replica.folder)  # type: ignore[attr-defined]
         args.output_dir = os.path.join(output, self._replica.folder)
@@ -213,7 +215,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         return call_model_init(*args, **options)
 
     def _settle_and_save(self, save_model: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Wait first for rounds of averaging in progress. Their means change the weights."""
+        """Save after the averaging rounds in progress have ended, because their means change the weights."""
         self._training.settle()
         save_model(*args, **options)
 
@@ -231,7 +233,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 
     @property
     def _key(self) -> str:
-        """The policy's class and name. They are different for each policy of a trainer."""
+        """The policy's class and name, which differ between the policies of a trainer."""
         name = self._training.name
         return self._training.kind.__name__ + (f"_{quote(name, safe='')}" if name else "")
 
@@ -253,7 +255,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
                 self._training.load_state_dict(state)
 
     def _leave_and_load(self, load_best_model: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Leave the policy first. Leaving it may change the weights."""
+        """Leave the policy, which may change the weights, and then load the best model."""
         self._training.end()
         load_best_model(*args, **options)
 
@@ -289,7 +291,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
         logs.update((name, value) for name, value in logged.items() if name != self._count_name)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Start the policy, together with all ranks."""
+        """Start the policy together with the other ranks."""
         model, optimizer = of["model"], of["optimizer"]
         self._has_losses = False
         self._loss.reset()
@@ -313,7 +315,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
             joining.warn_of_common_rows(of["train_dataloader"], self._world)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
-        """Do a policy step after an optimizer step."""
+        """Take a policy step after an optimizer step."""
         self._training.use(unwrapped(of["optimizer"]))
         self._loss.add(0.0)
         tokens = self._token_count if self._counts_tokens else None
@@ -371,7 +373,7 @@ class Averaging(TrainerCallback, Generic[PolicyT]):
 class SelectiveAveraging(Averaging[Selective]):
     """Replaces the worst ranks' weights with the average of good ranks' weights during training.
 
-    It behaves like :class:`Averaging`, but logs the number of averages that the rank has adopted as ``replacements``.
+    It behaves like :class:`Averaging`, but the name of the logged number of adopted averages is ``replacements``.
 
     Args:
         average_every: Number of optimizer steps between two reports of a rank's metric.
@@ -415,9 +417,9 @@ class SelectiveAveraging(Averaging[Selective]):
 
 
 def _show_replica_once(world: World, size: int) -> Replica:
-    """Set the launcher's variables to this rank's replica, unless the trainer has already read them.
+    """Set the launcher's environment variables for this rank's replica, unless the trainer has already read them.
 
-    Raise ValueError if it has read the ranks of a different replica or of the whole job.
+    Raise ValueError if the trainer has read the ranks of a different replica or of the whole job.
     """
     if not PartialState._shared_state:
         return show_replica(world, size)

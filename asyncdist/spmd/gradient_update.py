@@ -1,4 +1,4 @@
-"""Makes training steps that compute a loss, average its gradients along a mesh axis, and apply an optimizer.
+"""Builds training steps that compute a loss, average its gradients along a mesh axis, and apply an optimizer.
 
 A functional optimizer, as in torchopt, has ``init(params) -> state`` and ``update(grads, state, params=params) ->
 (updates, state)``. A ``torch.optim.Optimizer`` stores its state, and changes its parameters in place.
@@ -41,7 +41,7 @@ def gradient_update(
     dp_axis_name: str | None = None,
     has_aux: bool = False,
 ) -> Update:
-    """Make a training step from a loss function and an optimizer.
+    """Build a training step from a loss function and an optimizer.
 
     Args:
         loss_fn: Plain function ``(params, *args, **kwargs) -> loss``, where the loss is a floating 0-d tensor. If
@@ -113,7 +113,7 @@ def agent_gradient_update(
     attach_fn: Callable[[Any, Any], Any] | None = None,
     detach_fn: Callable[[Any], Any] | None = None,
 ) -> Update:
-    """Make a training step that updates the parameters inside an agent's state.
+    """Build a training step that updates the parameters inside an agent's state.
 
     Args:
         loss_fn: Plain function ``(agent_state, *args, **kwargs) -> loss``, or ``(loss, aux)`` if ``has_aux`` is true.
@@ -205,7 +205,7 @@ def _value_and_gradients(
 
 
 def _step(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Do one optimizer step with these gradients, and then restore each parameter's ``grad``."""
+    """Take one optimizer step with these gradients, and then restore each parameter's ``grad``."""
     kept = [leaf.grad for leaf in leaves]
     try:
         for leaf, gradient in zip(leaves, gradients, strict=True):

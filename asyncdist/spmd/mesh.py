@@ -1,8 +1,8 @@
 """Defines meshes: grids of ranks with named axes, along which collectives run.
 
 The axes ``{"POP": 2, "DP": 3}`` arrange six ranks in two rows of three. The last axis varies fastest, as in
-``numpy.reshape``. An operation along ``"DP"`` involves the three ranks of a row, and an operation along ``"POP"`` the
-two ranks of a column. If a rank of the mesh is lost, operations along any axis raise RankLostError on all ranks.
+``numpy.reshape``. An operation along ``"DP"`` involves the three ranks of a row; one along ``"POP"`` involves the two
+ranks of a column. If a rank of the mesh is lost, operations along any axis raise RankLostError on all ranks.
 
 Inside ``with mesh:``, a task and the tasks that it starts there can refer to the mesh's axes by name.
 """
@@ -30,7 +30,7 @@ DP_AXIS_NAME: Final = "DP"
 _MESH_TIMEOUT_S: Final = 60.0
 _SUBJECT: Final = "new mesh"
 
-#: The meshes whose ``with`` blocks the running code is in, the innermost last.
+#: The meshes that the running code has opened with ``with`` blocks, the innermost last.
 open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist.spmd.open_meshes", default=())
 
 

@@ -143,15 +143,16 @@ def shmap_map(
             may use collectives along the mesh's axes, because all ranks of an axis process the same number of elements.
         in_specs: One spec for each argument, or one for all. An axis name splits the leading dimension of the
             argument's leaves over that axis, whose size must divide the dimension. Call i gets element i of every split
-            argument. None passes the whole argument to every call. It must be equal on all ranks, which is not checked.
+            argument. None passes the whole argument to every call. The argument must be equal on all ranks, which is
+            not checked.
         out_specs: One spec for each output if ``fn`` returns a tuple, or one for all. Each output's elements are
             stacked along a new leading dimension. An axis name concatenates the outputs of that axis's ranks along this
             dimension, in axis order. With None, each rank returns only its own outputs.
 
     Returns:
         ``async (*args) -> outputs``. It raises ValueError or TypeError if arguments do not fit their specs or outputs
-        are not tensors, and any error of :func:`asyncdist.all_gather`. If it fails on one rank, the ranks that wait for
-        that rank's outputs get a RemoteError.
+        are not tensors, and any error of :func:`asyncdist.all_gather`. If it fails on one rank, the ranks that are
+        waiting for that rank's outputs get a RemoteError.
 
     Raises:
         TypeError: A spec is neither a name nor None.

@@ -1,11 +1,11 @@
-"""Base class of one-sided policies. Their ranks read the snapshots that other ranks publish, and wait for no rank.
+"""Base class of one-sided policies, whose ranks read other ranks' published snapshots without waiting for any rank.
 
 Each rank publishes snapshots of its state. For a *replacement* of its weights, a background task reads snapshots of
 other ranks (the donors), and averages them in rank order. Meanwhile, the rank continues to train. The next ``step``
 after the last read applies the average.
 
 Invariants: Weights are changed and copied only inside ``step``. A snapshot is used only if it was read completely, with
-its metric. A replacement that does not complete leaves the weights unchanged, and its reason is reported.
+its metric. If a replacement fails, the weights stay unchanged and the reason is reported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OneSidedPolicy(JoinablePolicy):
 
     Args:
         averaging: Options for replacing the weights and for reporting.
-        read_timeout_s: Seconds in which all snapshots for one average must be read.
+        read_timeout_s: Maximum number of seconds to read all snapshots for one average.
         options: Options of :class:`SpawnPolicy`.
     """
 
@@ -98,13 +98,13 @@ class OneSidedPolicy(JoinablePolicy):
     def _may_be_due(self) -> bool:
         """Return whether a snapshot or a replacement may be due in this step.
 
-        Otherwise :meth:`_train_on` is not called.
+        If not, :meth:`_train_on` is not called.
         """
         return self._is_due
 
     @abc.abstractmethod
     async def _train_on(self, local_metric: MetricSource, info: StepInfo) -> None:
-        """Publish a snapshot, and begin to replace this rank's weights, if these are due in this step.
+        """Publish a snapshot and start replacing this rank's weights, each if it is due in this step.
 
         Args:
             info: The step's result, which reports a replacement that the step has applied or abandoned.
@@ -115,7 +115,7 @@ class OneSidedPolicy(JoinablePolicy):
         """Choose donors, and average their snapshots with :meth:`_read`.
 
         Returns:
-            Reason why the replacement is abandoned. Empty if the average is complete or this rank is not replaced.
+            Reason why the replacement was abandoned. Empty if the average is complete or this rank keeps its weights.
 
         Raises:
             UnreadableError: The attempt has failed, but another attempt may succeed.
@@ -148,7 +148,7 @@ class OneSidedPolicy(JoinablePolicy):
             self._random.setstate(self._draws)
 
     async def _start(self) -> None:
-        """Agree with the other members on the options, and open the window through which all publish snapshots."""
+        """Agree with the other members on the options, and open the window through which members publish snapshots."""
         if self.admits_restarted:
             await super()._start()
             return
@@ -201,7 +201,7 @@ class OneSidedPolicy(JoinablePolicy):
         self._membership.complete_joining()
 
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy. Without ``error``, first wait until no rank reads this rank's snapshots."""
+        """Leave the policy. If there is no ``error``, first wait until no rank is reading this rank's snapshots."""
         assert self._exposure is not None, "the policy was stopped before it started"
         replacement = self._replacement
         if replacement is not None:
@@ -305,8 +305,8 @@ class OneSidedPolicy(JoinablePolicy):
     def _publish_copy(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
         """Publish a snapshot whose copy is complete.
 
-        If the snapshot contains NaN, its metric is published as NaN, so that no rank chooses it as a donor. This rank
-        also uses NaN as its own metric, since a diverged rank should be replaced.
+        If the snapshot contains NaN, its metric is published as NaN, so that no rank chooses this rank as a donor. This
+        rank also uses NaN as its own metric, because a diverged rank should be replaced.
         """
         assert self._exposure is not None, "a step outside the policy"
         self._is_publishing = False
@@ -322,7 +322,7 @@ class OneSidedPolicy(JoinablePolicy):
             self._events.deliver_now(SnapshotTaken(record.version, iteration, state.by_name()))
 
     async def _begin_replacement(self, number: int) -> None:
-        """Start a background task that chooses and reads donors. Return when the task first waits."""
+        """Start a background task that chooses donors and reads their snapshots. Return when the task first waits."""
         replacement = self._replacement = Replacement(round=number, began_at=self._world.time())
         self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {number}")
         await self._services.engine.let_begin()
@@ -340,7 +340,7 @@ class OneSidedPolicy(JoinablePolicy):
         return info
 
     def _note_applied(self) -> None:
-        """Handle that an average was applied. Called before the user is notified."""
+        """React to an applied average. Called before the user is notified."""
 
     # -- a replacement, in the background ---------------------------------------------------------------------------
 
@@ -430,7 +430,7 @@ class _WindowFollower:
             self._window.retire(rank)
 
     def on_reachable(self, rank: int) -> None:
-        """Start to read snapshots of a restarted member, and let it read this rank's snapshots."""
+        """Start reading snapshots of a restarted member, and let that member read this rank's snapshots."""
         self._window.admit(rank)
 
     def on_admitted(self, rank: int) -> None:

@@ -42,9 +42,9 @@ _NEVER: Final = 1 << 62
 class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, Ported):
     """Selective averaging without a coordinator, after torchgfn's one-sided policies.
 
-    Each rank publishes a snapshot of its weights and its metric every ``average_every`` steps. A rank decides by its
-    age or its metric (``replacement_mode``) to replace its weights. It then reads the newest snapshots of other ranks
-    (its donors), and its next ``step`` applies their average.
+    Each rank publishes a snapshot of its weights and its metric every ``average_every`` steps. A rank decides to
+    replace its weights when its age or its metric meets the criterion (``replacement_mode``). It then reads the newest
+    snapshots of other ranks (its donors), and its next ``step`` applies their average.
 
     ::
 
@@ -94,7 +94,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, Ported):
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> OneSidedStatistics:
-        """Return this member's number of steps, and its other counts and durations since its start or resume."""
+        """Return this member's number of steps, and its other counts and durations since it started or resumed."""
         return OneSidedStatistics(
             total_iterations=self._step_count,
             agents_killed=self._counts["killed"],
@@ -111,7 +111,7 @@ class OneSidedSelectiveAveragingPolicy(OneSidedPolicy, Ported):
         self._print(self.statistics().format_counts())
 
     def print_time(self) -> None:
-        """Print a table of this member's seconds of taking snapshots, reading them and applying averages."""
+        """Print a table of the seconds that this member spent taking snapshots, reading them and applying averages."""
         self._print(self.statistics().format_times())
 
     def _print(self, table: str) -> None:

@@ -1,15 +1,15 @@
-"""Asynchronous PAPA: each rank is pulled to the mean of the snapshots that other ranks publish, and waits for no rank.
+"""Asynchronous PAPA: each rank is pulled towards the mean of other ranks' snapshots, and never waits for them.
 
-Every ``average_every`` steps, rank i publishes a snapshot of its weights. It also begins to read, in the background,
-the newest snapshots s_j of ``donor_count`` other ranks. In the step after the last read, it moves towards the mean of
-all k ranks:
+Every ``average_every`` steps, rank i publishes a snapshot of its weights. In the background, it also starts reading the
+newest snapshots s_j of ``donor_count`` other ranks. In the step after the last read, it moves towards the mean of all k
+ranks:
 
     theta_i = (1 - pull) theta_i + pull * (theta_i + (k - 1) mean(s_j)) / k
 
-theta_i is the rank's own weights in that step. mean(s_j) is the mean of the donors' snapshots. It estimates the mean of
-all k - 1 other ranks that offer a snapshot. The formula equals PAPA (:mod:`protocols.simple.population_averaging`) if
-all snapshots are from the same step and all other ranks are donors. Here the snapshots are older, so a pull slightly
-changes the mean of all ranks.
+theta_i denotes the rank's own weights in that step, and mean(s_j) the mean of the donors' snapshots. This mean
+estimates the mean of all k - 1 other ranks that offer a snapshot. The formula equals PAPA
+(:mod:`protocols.simple.population_averaging`) if all snapshots are from the same step and all other ranks are donors.
+Here the snapshots are older, so a pull slightly changes the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AsyncPull(Options):
 
 @with_options(AsyncPopulationAveragingOptions, CommonOptions, AveragingOptions, ReadOptions, AsyncPull)
 class AsyncPopulationAveragingPolicy(OneSidedPolicy):
-    """Trains with asynchronous PAPA: each rank is pulled to the mean of other ranks' snapshots, and waits for no rank.
+    """Trains with asynchronous PAPA: each rank is pulled towards the mean of other ranks' snapshots, without waiting.
 
     ::
 
@@ -116,7 +116,7 @@ class AsyncPopulationAveragingPolicy(OneSidedPolicy):
             read_timeout_s=ReadOptions.of(options).read_timeout_s,
             **among(options, MemberOptions),
         )
-        self._offered_count = 0  # number of ranks with a snapshot when donors were last drawn
+        self._offered_count = 0  # number of ranks that offered a snapshot when donors were last drawn
 
     def statistics(self) -> PullStatistics:
         """Return this member's counts and durations since its start."""

@@ -20,9 +20,10 @@ from asyncdist.tensors.means import WeightedMean
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Replacement(NewWeights):
-    """State of one replacement of this rank's weights, until its average is applied or it is abandoned.
+    """Stores one replacement of this rank's weights, until the average is applied or the replacement is abandoned.
 
-    ``round`` is its number among this rank's replacements, from 1. The weights of snapshots are added donor by donor.
+    ``round`` is its number among this rank's replacements, from 1. ``weights`` has the weight of each donor's snapshot
+    in the average; each is added when that donor's snapshot is read.
 
     Attributes:
         complete: Whether the next step may apply the average.
@@ -90,7 +91,7 @@ class DonorReader:
         return mean
 
     def release(self, replacement: Replacement) -> None:
-        """Return the memory of the replacement's average, if there is any, to the pool."""
+        """Give the memory of the replacement's average, if any, back to the pool."""
         if replacement.average is not None:
             self.accumulators.release(replacement.average)
             replacement.average = None

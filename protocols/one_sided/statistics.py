@@ -12,14 +12,14 @@ from asyncdist.wording import plural, size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Number, sum and maximum, in seconds, of the durations of one operation such as publishing."""
+    """Counts the runs of one operation, such as publishing, and stores their total and maximum duration in seconds."""
 
     count: int = 0
     total_s: float = 0.0
     largest_s: float = 0.0
 
     def plus(self, duration_s: float) -> Durations:
-        """Return a copy to which one duration was added."""
+        """Return a copy that includes one more duration."""
         return Durations(self.count + 1, self.total_s + duration_s, max(self.largest_s, duration_s))
 
 
@@ -32,7 +32,7 @@ class OneSidedStatistics:
         agents_killed: Number of times that this rank decided to be replaced.
         num_replacements: Number of times that this rank's weights were replaced.
         averaging_ranks: Total number of donors over all replacements.
-        age: Number of steps since the weights were replaced, or if they never were, since the start. Includes steps
+        age: Number of steps since the weights were last replaced, or since the start if they never were. Includes steps
             before a resume.
         version: Number of snapshots published.
         unpublished: Number of steps in which a snapshot was due but not published, by reason.
@@ -87,7 +87,7 @@ class PullStatistics:
 
     Attributes:
         iteration: Number of steps, including those before a resume.
-        pull_count: Number of times that this rank's weights were pulled to a mean.
+        pull_count: Number of times that this rank's weights were pulled towards a mean.
         donor_count: Total number of donors over all pulls.
         snapshot_count: Number of snapshots published.
         unpublished: Number of steps in which a snapshot was due but no usable one was published, by reason.

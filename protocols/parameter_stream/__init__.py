@@ -1,4 +1,4 @@
-"""Streams model weights: a *replacer* requests and averages the snapshots of other ranks' weights, its donors.
+"""Streams model weights: a *replacer* requests and averages weight snapshots of other ranks, its *donors*.
 
 The replacer sends each donor a :class:`asyncdist.messaging.streams.Grant`. The donor answers with the chunks of its
 snapshot, or with an abort. Chunks from all donors are received into one window of ``WINDOW_COUNT`` pages of

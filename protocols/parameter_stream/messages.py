@@ -71,7 +71,7 @@ class LocateRequest:
 class Location:
     """Sender to receiver: answers :class:`LocateRequest` with the address of the requested snapshot.
 
-    At the start of a policy, a rank sends it without a request, with the address of a few bytes.
+    At the start of a policy, a rank sends it unasked, with the address of a few bytes that the receiver tries to read.
 
     Attributes:
         slot: Number of the request; 0 without a request.

@@ -38,7 +38,7 @@ logger = logging.getLogger("protocols.parameter_stream.neighbours")
 #: Index of a tensor in the snapshot, index of the first element to read, and the tensor that receives the elements.
 Piece: TypeAlias = tuple[int, int, torch.Tensor]
 
-#: Snapshots with fewer bytes are streamed: requesting an address and reading the memory would not be faster.
+#: Minimum size in bytes of a snapshot that is read from memory. Streaming a smaller snapshot is at least as fast.
 READ_NBYTES_MIN: Final = 1 << 20
 #: Number of failed reads after which a donor's memory is no longer read. One failure may only mean that the round ended
 #: during the read.
@@ -63,7 +63,7 @@ class Neighbours:
         self._is_possible = services.shares_memory
         self._readable: set[int] = set()
         self._failures: Counter[int] = Counter()
-        self._asked: dict[int, Reading] = {}  # by slot: readings that wait for an answer
+        self._asked: dict[int, Reading] = {}  # by slot: readings that are waiting for an answer
         self._mapped: dict[int, dict[bytes, torch.Tensor]] = {}  # by donor and packed address, last used at the end
         self._last_slot = 0
         self._card: AttachToken | None = None
@@ -81,7 +81,7 @@ class Neighbours:
         location = Location(_INTRODUCTION, card.pid, card.address, card.token, (card.address,))
         for rank in ranks:
             if rank != me and (hosts is None or hosts[rank] == hosts[me]):
-                with contextlib.suppress(AsyncdistError):  # a lost rank, for example, reads nothing
+                with contextlib.suppress(AsyncdistError):  # a rank that is lost, for example, needs no address
                     self.channel.send_nowait(location, rank)
 
     def ask(self, donor: int, nbytes: int, *, round: int, mean_of: Part | None = None) -> Reading | None:
@@ -105,7 +105,7 @@ class Neighbours:
         return reading if donor in self._readable else None
 
     def on_location(self, donor: int, location: Location) -> None:
-        """Pass a donor's answer to the :class:`Reading` that waits for it, or ignore it if the reading was closed.
+        """Pass a donor's answer to the :class:`Reading` that is waiting for it. If that was closed, ignore the answer.
 
         Also test the memory of a rank that introduces itself.
 
@@ -172,7 +172,7 @@ class Reading:
 
     Attributes:
         pieces: Pieces that :meth:`whole` reads. None until the caller has set them.
-        process: Process of the donor. None before the donor has answered, and if its memory cannot be read.
+        process: Process of the donor. None until the donor has answered, or if its memory cannot be read.
     """
 
     def __init__(self, services: Services, neighbours: Neighbours, donor: int, slot: int) -> None:

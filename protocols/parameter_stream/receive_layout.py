@@ -124,8 +124,8 @@ class ReceiveLayout:
         Args:
             page: Page in which the previous donor's chunks end. Pages limit the number of outstanding receives, so
                 chunks received into the accumulator count towards a page as well.
-            first: Whether this is the first donor. Its chunks are received directly into the accumulator if that has
-                their dtype.
+            first: Whether this is the first donor. Its chunks are received directly into the accumulator if the
+                accumulator has their dtype.
             exact: Whether the donor also sends the tensors that are not averaged. They are always received directly.
         """
         key = page, offset, first, exact

@@ -39,7 +39,7 @@ def ask_for_part(
     of_mean: bool = False,
     chunk_count: int | None = None,
 ) -> InboundStream | Reading | None:
-    """Request a part of a rank's snapshot of its weights, or the mean of that part, and start to receive it.
+    """Request a part of a rank's snapshot of its weights, or the mean of that part, and start receiving it.
 
     Args:
         source: Rank that sends the part. For a mean, the part's reducer or a rank that has fetched the mean.
@@ -139,7 +139,7 @@ class SnapshotReceiver:
         self._ring = ring
         self._layout = ring.layout_of(accumulator)
         self._page = self._offset = 0
-        # For each requested snapshot: its stream and chunks, or the reading of the donor's memory. None without bytes.
+        # Each requested snapshot's stream and chunks, or the reading of the donor's memory. None for an empty snapshot.
         self._asked: deque[tuple[InboundStream | Reading | None, Sequence[ReceivedChunk]]] = deque()
         self._asked_count = 0
         self._is_asking = True  # whether any receives are not posted yet
@@ -196,7 +196,7 @@ class SnapshotReceiver:
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
         """Request the remaining snapshots, and average all snapshots into the accumulator.
 
-        **Cancellation**: The donors are asked to stop. The accumulator and the ring remain in use until they have
+        **Cancellation**: The donors are asked to stop. The accumulator and the ring remain in use until the donors have
         answered.
 
         Raises:
@@ -221,7 +221,7 @@ class SnapshotReceiver:
             self.close()
 
     def close(self) -> None:
-        """Ask donors that still send to stop. The accumulator and the ring remain in use until they have answered."""
+        """Ask donors that are still sending to stop. Until they answer, the accumulator and the ring remain in use."""
         while self._readings:
             self._readings.pop().finish()
         while self._streams:

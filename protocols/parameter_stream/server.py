@@ -25,7 +25,7 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.parameter_stream.server")
 
-#: Maximum number of requests that wait for an offer, for each rank of the job. Further requests are aborted.
+#: Maximum number of requests, per rank of the job, that may wait for an offer. Further requests are aborted.
 EARLY_COUNT_MAX: Final = 1024
 
 
@@ -153,7 +153,7 @@ class SnapshotServer:
         return offer
 
     def mark_ready(self, offer: Offer, ready_count: int | None) -> None:
-        """Send further chunks of a mean, of which the first ``ready_count`` (None for all) are now finished."""
+        """Send further chunks of a mean, after its first ``ready_count`` chunks (None for all) have been finished."""
         first, offer.ready_count = offer.ready_count, ready_count
         more = offer.mean_chunks()[first:ready_count]
         for stream in list(offer.streams):
@@ -163,7 +163,7 @@ class SnapshotServer:
 
     def _serve_early(self, offer: Offer) -> None:
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
-        # Each sender begins with a different receiver, so that no receiver gets the first streams of all senders.
+        # Each sender starts with a different receiver, so that no receiver gets the first streams of all senders.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
             self._serve(offer, self._early.pop(key)[1], key)
 
@@ -197,7 +197,7 @@ class SnapshotServer:
         self._refuse_early(lambda *asked: asked == (round, part))
 
     def _refuse_early(self, is_over: Callable[[int, Part | None], bool]) -> None:
-        """Refuse the waiting requests whose round, and part of a mean, will have no offer."""
+        """Refuse waiting requests that will get no offer: ``is_over`` is true for their round and part of a mean."""
         waiting = self._early.items()
         over = [key for key, (number, request) in waiting if is_over(number, messages.mean_asked(request))]
         for key in over:

@@ -64,7 +64,7 @@ _CAPACITY: Final = _REQUEST_COUNT
 _NO_PAYLOAD: Final = np.empty(0, np.uint8)
 #: Seconds after which a client repeats its ``Open`` message for the first time. The delay doubles each time.
 _OPEN_PERIOD_S: Final = 0.25
-#: Seconds to wait for the server's end reason, after the server has left or has aborted a stream.
+#: Seconds to wait for the reason why the server ended, after the server has left or aborted a stream.
 _REASON_TIMEOUT_S: Final = 1.0
 
 
@@ -333,7 +333,7 @@ class ReplayBuffer:
         limit: RequestLimit,
         payload: npt.NDArray[np.uint8] = _NO_PAYLOAD,
     ) -> Any:
-        """Send a request when the limit of unanswered requests allows, and return the server's answer.
+        """Send a request when the limit of unanswered requests allows it, and return the server's answer.
 
         If the caller is cancelled, the request still counts as unanswered until its answer arrives.
 
@@ -420,7 +420,7 @@ class ReplayBuffer:
 
     def _send(self, message: Any, *, round: int = 0) -> None:
         assert self._channel is not None
-        if self._is_closed:  # the server has been sent Left and ignores later messages
+        if self._is_closed:  # this client has sent Left, so the server ignores later messages
             return
         try:
             self._channel.send_nowait(message, self._server, round=round)
@@ -511,9 +511,9 @@ class ReplayBuffer:
             )
 
     async def _wait_for_end_reason(self) -> None:
-        """Wait for the reason that the server sent before it left, and fail all requests with it.
+        """Wait for the server's message that says why it ended, and fail all requests with this reason.
 
-        The notice that the server has left may arrive before the reason.
+        The notice that the server has left may arrive before this message.
         """
         error: AsyncdistError = abandoned_error(self._services, self._server, self._name)
         try:

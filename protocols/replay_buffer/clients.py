@@ -1,6 +1,6 @@
-"""Records the clients of a replay buffer's server, and detects whether all clients wait for each other.
+"""Records the clients of a replay buffer's server, and detects whether all clients are waiting for each other.
 
-Clients that open a buffer between two servers of the same name are kept for the second one.
+If a client opens a buffer whose server has closed, it is kept for the next server of the same name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EarlyClients:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        # Each client's message, and the number of its rank's restarts at the time, by buffer name and rank.
+        # Each client's ``Open`` message, and how often its rank had been restarted by then, by buffer name and rank.
         self._opens: dict[str, dict[int, tuple[Envelope[ReplayMessage], int]]] = {}
 
     def on_message(self, name: str, envelope: Envelope[ReplayMessage]) -> None:
@@ -77,9 +77,9 @@ class EarlyClients:
 def may_add_more(clients: Collection[Client]) -> bool:
     """Return whether any client is expected to add items.
 
-    A client that has added items is expected to add more until it leaves, because another of its tasks may add while
-    one waits in a draw. A client that has only drawn is expected to add items only if it has no waiting draw, or if
-    there are several clients and none has left.
+    A client that has added items is expected to add more until it leaves, because one of its tasks may add while
+    another is waiting in a draw. A client that has only drawn is expected to add items only if it has no waiting draw,
+    or if there are several clients and none has left.
     """
     some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
 
@@ -92,7 +92,7 @@ def may_add_more(clients: Collection[Client]) -> bool:
 
 
 def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
-    """Return whether each remaining client waits to draw more items than ``size``, the number in the buffer."""
+    """Return whether each remaining client is waiting to draw more than ``size`` items, the number in the buffer."""
     one_waits = False
     for client in clients:
         waits = any(draw.waits and draw.count > size for draw in client.draws)
@@ -104,7 +104,7 @@ def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
 
 
 def describe_draws(clients: Collection[Client], size: int) -> str:
-    """Return text for a warning: the clients that wait to draw more than ``size`` items, and how many each wants."""
+    """Return text for a warning: the clients waiting to draw more than ``size`` items, and how many each wants."""
     asked = {
         client.rank: [str(draw.count) for draw in client.draws if draw.waits and draw.count > size]
         for client in clients

@@ -94,7 +94,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Client to server: sets the priorities of ``count`` items. The payload is their ids, then the float64 values."""
+    """Client to server: sets priorities of ``count`` items. The payload is their ids, then the priorities (float64)."""
 
     request: int
     count: int
@@ -111,7 +111,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Client to server: the client will add no more items, and waits for the answers to its requests."""
+    """Client to server: the client will add no more items, and is waiting for the answers to its requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def declared(message: Declare) -> RowLayout:
 
 
 def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:
-    """Abort the stream that a late grant requests, since the grant's sender waits for it. Ignore other messages."""
+    """Abort the stream that a late grant requests, because the sender is waiting for it. Ignore other messages."""
     message = envelope.message
     if isinstance(message, Grant):
         stream = OutboundStream(services.slots, [], envelope.source, message.slot)

@@ -1,4 +1,4 @@
-"""Tracks and limits the unanswered requests of a replay buffer's client, and creates the errors of its server's end."""
+"""Tracks and limits a replay buffer client's unanswered requests, and creates the errors for a server's end."""
 
 from __future__ import annotations
 

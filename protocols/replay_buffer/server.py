@@ -1,9 +1,9 @@
 """Serves a replay buffer to its clients, in one coroutine that usually runs on a separate rank.
 
 A draw is answered when the buffer contains enough items, and fails if no remaining client is expected to add them. If
-all clients wait to draw more items than the buffer contains, the server logs a warning and continues to wait. The
-server ends when every client has left or is lost. A client that violates the protocol is refused, and the others are
-still served.
+all clients are waiting to draw more items than the buffer contains, the server logs a warning and continues to wait.
+The server ends when every client has left or is lost. A client that violates the protocol is refused, and the others
+are still served.
 
 Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and one large batch per client in
 each direction. Clients that are faster than the server wait.
@@ -49,7 +49,7 @@ logger = logging.getLogger("protocols.replay_buffer.client")
 #: Function that scores an added batch. The client's ``add`` call returns the score.
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
-#: Seconds before a warning is logged while all clients wait to draw more items than the buffer contains.
+#: Seconds until a warning is logged when all clients are waiting to draw more items than the buffer contains.
 _PATIENCE_S: Final = 10.0
 #: Maximum number of items, and of bytes, in a request. Larger values could overflow when sizes are computed.
 _COUNT_MAX: Final = 1 << 32
@@ -85,7 +85,7 @@ async def serve_replay_buffer(
         world: World of the server; the current world by default.
 
     Returns:
-        The numbers of items that were added, sampled and dropped.
+        Counts of the items that were added, sampled and dropped.
 
     Raises:
         ValueError, TypeError: An argument is out of range, ``clients`` is empty, or ``score`` did not return a number.
@@ -365,7 +365,7 @@ class _Server:
 
     async def _receive(self, client: Client, message: messages.Change) -> None:
         try:
-            if client.is_open:  # if the client has left, the next one may reuse the number
+            if client.is_open:  # if the client has left, its rank's next client may reuse the number
                 self._store_received(client, message, await self._receive_payload(client, message))
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
@@ -443,7 +443,7 @@ class _Server:
         """Answer this client's draws if there are enough items. Stream one large draw at a time to save memory."""
         size = self._store.size
         waiting: deque[messages.Draw] = deque()
-        for draw in tuple(client.draws):  # a send may notice that the client is lost, and clear them
+        for draw in tuple(client.draws):  # a send may notice that the client is lost, and clear its draws
             if not client.is_open:
                 return
             if draw.waits and draw.count > size:

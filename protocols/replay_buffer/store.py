@@ -23,7 +23,8 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 Form: TypeAlias = Literal["tensor", "dict", "tuple"]
 FORMS: Final[dict[str, Form]] = {"tensor": "tensor", "dict": "dict", "tuple": "tuple"}
 
-#: Number of priorities in each block. The sum of a changed block is computed anew, so rounding errors do not add up.
+#: Number of priorities in each block. The sum of a changed block is recomputed from scratch, so rounding errors do not
+#: add up.
 _BLOCK: Final = 512
 #: Number of prioritised draws that are computed at a time. Each may need a copy of another block.
 _DRAW_COUNT: Final = 1024
@@ -31,7 +32,7 @@ _DRAW_COUNT: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Name, dtype and shape of one tensor of an item."""
+    """Describes one tensor of an item: its name, dtype and shape."""
 
     name: str
     dtype: str

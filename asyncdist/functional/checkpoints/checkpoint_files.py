@@ -35,7 +35,7 @@ ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 _simulated: Final = dict[Path, int]()
 #: Folders of other programs about which this process has logged a warning.
 _reported: Final = set[Path]()
-#: Names of a checkpoint's entries besides the manifest. NFS renames deleted files that are still open to ``.nfs...``.
+#: Names of a checkpoint's entries besides the manifest. NFS renames a deleted file to ``.nfs...`` if it is still open.
 _FILE_NAME: Final = re.compile(r"rank-\d{5,}\.(pt|safetensors)|\.part-[0-9a-f]+-owner|\.nfs[0-9a-f]+")
 _FOLDER_NAME: Final = re.compile(rf"{manifests.RESTARTED}\d{{5,}}|\.part-[0-9a-f]+")
 _PIECE_NBYTES: Final = 1 << 22
@@ -118,7 +118,7 @@ def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None,
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file of a checkpoint's folder. It exists completely, or not at all."""
+    """Write a file of a checkpoint's folder atomically: it exists completely, or not at all."""
     with new_files.entered(path.parent, follows=False) as opened:
         _write_atomically(opened, path, lambda written: written.write_text(text))
     _sync(path.parent)
@@ -139,7 +139,7 @@ def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: Model
         try:
             return {**_write_atomically(opened, stem.with_suffix(".pt"), lambda path: _save(state, path)), **entry}
         except BaseException:
-            if entry:  # the weights alone are of no use
+            if entry:  # the weights alone are useless
                 with contextlib.suppress(OSError):
                     os.unlink(stem.with_suffix(".safetensors").name, dir_fd=opened)
             raise
@@ -247,9 +247,9 @@ def _sync(path: Path) -> None:
 def _delete_old(newest: Path, keep: int) -> None:
     """Delete unfinished checkpoints, and all complete checkpoints except the ``keep`` newest. Follow no symbolic links.
 
-    A checkpoint that another job is writing is kept, and a warning is logged. The same holds for a folder that has no
-    manifest of ours but other files, because another program may have written it. A simulation keeps all checkpoints
-    that no simulation in this process has written, in addition to its own ``keep`` newest.
+    A checkpoint that another job is writing is kept, and a warning is logged. The same holds for a folder that contains
+    other files but no manifest of a population checkpoint, because another program may have written it. A simulation
+    keeps all checkpoints that no simulation in this process has written, in addition to its own ``keep`` newest.
     """
     place, own_number = newest.parent, manifests.number_of(newest.name)
     folders = [place / manifests.name_of(number) for number in manifests.numbers(place) if number < own_number]
@@ -278,7 +278,7 @@ def _delete_old(newest: Path, keep: int) -> None:
 def _is_own(folder: Path) -> bool:
     """Return whether a folder is a population checkpoint, or has only entries of an unfinished one.
 
-    Otherwise, log a warning, once for each folder.
+    If not, log a warning, once for each folder.
     """
     if manifests.is_ours(folder):
         return True  # the user may have added files

@@ -122,7 +122,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def _check_loadable(name: str, part: Any) -> None:
-    empty = torch.empty(0, device="cpu")  # torch would write a record for each of several tensors
+    empty = torch.empty(0, device="cpu")  # torch would write a separate record for each distinct tensor
 
     def without_contents(value: Any) -> Any:
         return empty if type(value) is torch.Tensor and not value.__dict__ else value
@@ -179,8 +179,9 @@ def _replica_size(policy_state: Any) -> int:
 def policy_state(state: dict[str, Any], sources: Mapping[int, int], *, is_copy: bool) -> dict[str, Any]:
     """Return the policy's part of a loaded state.
 
-    If ``is_copy``, omit its random state, so that its draws differ. Leave its contributions to unfinished rounds out of
-    the means, because the rank that continues as the same saved rank contributes them.
+    If ``is_copy`` is true, omit the random state, so that this rank draws other random numbers than the saved rank.
+    Also exclude its contributions to unfinished rounds, because another rank continues as the same saved rank and
+    contributes them.
 
     Args:
         sources: Saved rank whose role each rank takes over, for policies that store rank numbers.
@@ -221,7 +222,7 @@ def _check_optimizer(state: dict[str, Any], names: Sequence[Sequence[str]] | Non
         if not isinstance(group["params"], list):
             raise TypeError(f"the parameters of a group must be a list, got a {type(group['params']).__name__}")
         for each in group["params"]:
-            if not isinstance(each, (int, str)):  # as keys, other values could take too long
+            if not isinstance(each, (int, str)):  # comparing other values as dictionary keys could take too long
                 raise TypeError(f"the parameters of a group must be numbers or names, got a {type(each).__name__}")
     part["state"].items()
     for group, named in zip(part["param_groups"], names or (), strict=names is not None):

@@ -20,7 +20,7 @@ from asyncdist._version import __version__
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
 MANIFEST: Final = "manifest.json"
-#: Beginning of the name of a restarted rank's folder, and the file in it that is like a manifest.
+#: Prefix of the name of a restarted rank's folder, and the name of its entry file, which resembles a manifest.
 RESTARTED: Final = "restarted-rank-"
 ENTRY: Final = "entry.json"
 _FORMAT: Final = "population checkpoint of asyncdist"
@@ -51,7 +51,7 @@ _RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1,
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """When a rank saves: during which run of a policy, after how many steps.
+    """Identifies when a rank saves: in which run of a policy, and after how many steps.
 
     Attributes:
         run: The job's name, and the number of the policy's start, because a job may start several policies.
@@ -66,12 +66,12 @@ class Moment(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, int]:
-        """The iteration and the count. They increase from save to save of one run."""
+        """The iteration and the count. They increase from one save to the next in a run."""
         return self.iteration, self.count
 
 
 class RestartedRank(msgspec.Struct, frozen=True):
-    """A restarted rank that saved alone: when it saved, and its entry as in a manifest."""
+    """Describes a restarted rank that saved alone: when it saved, and its entry as in a manifest."""
 
     moment: Moment
     entry: _RankEntry
@@ -89,7 +89,7 @@ def restarted_text(entry: Mapping[str, Any], moment: Moment) -> str:
 
 
 def stem_of(index: int) -> str:
-    """Return the names of the files at position ``index`` of a manifest, without their ending."""
+    """Return the name, without extension, of the files at position ``index`` of a manifest."""
     return f"rank-{index:05}"
 
 
@@ -99,7 +99,7 @@ def name_of(number: int) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number in the name of the folder of a checkpoint."""
+    """Return the number in the name of a checkpoint's folder."""
     return int(name.removeprefix(_PREFIX))
 
 
@@ -120,7 +120,7 @@ def read_moment(folder: Path) -> Moment | None:
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest complete checkpoint in a folder and its manifest. Raise FileNotFoundError without one.
+    """Return the newest complete checkpoint in a folder and its manifest. Raise FileNotFoundError if there is none.
 
     Folders of other programs are ignored.
     """
@@ -165,7 +165,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_ours(folder: Path) -> bool | None:
-    """Return whether a folder's manifest is of a population checkpoint. None if it is missing or damaged."""
+    """Return whether a folder's manifest is of a population checkpoint, or None if it is missing or damaged."""
     try:
         return _is_manifest(_parsed(folder))
     except (OSError, ValueError, RecursionError):
@@ -183,7 +183,7 @@ def _parsed(folder: Path) -> Any:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return a checked manifest as it is in the file."""
+    """Read a manifest, check it, and return it unchanged."""
     try:
         manifest = _parsed(folder)
     except (ValueError, RecursionError):
@@ -208,7 +208,7 @@ def _moment_in(manifest: Mapping[str, Any]) -> Moment | None:
 
 
 def _with_restarted(folder: Path, files: list[dict[str, Any]], moment: Moment | None) -> list[dict[str, Any]]:
-    """Return the entries of all ranks in rank order, with those of restarted ranks that saved at the same moment."""
+    """Add the entries of restarted ranks that saved at the same moment, and return all entries in rank order."""
     own = {saved_rank(entry, index): entry for index, entry in enumerate(files)}
     if moment is None or len(own) < len(files) or any(entry.get("replica_size", 1) != 1 for entry in files):
         return files
@@ -228,11 +228,11 @@ def _with_restarted(folder: Path, files: list[dict[str, Any]], moment: Moment | 
 
 
 def read_restarted(folder: Path) -> RestartedRank:
-    """Return what a restarted rank has written into its folder.
+    """Read the entry that a restarted rank has written into its folder, and check the sizes of its files.
 
     Raises:
         OSError: A file is missing.
-        ValueError: The entry is damaged, or a file has another size.
+        ValueError: The entry is damaged, or a file has the wrong size.
     """
     path = folder / ENTRY
     if not path.is_file():  # opening a named pipe would block

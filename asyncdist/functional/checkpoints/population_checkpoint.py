@@ -87,14 +87,15 @@ async def save_population(
             deletes only checkpoints that simulations in the same process have written.
         format: ``"torch"``, or ``"safetensors"`` for a separate weights file per rank, which
             ``safetensors.torch.load_file`` opens. Requires ``pip install 'asyncdist[safetensors]'``.
-        group: Ranks to save, by default all ranks. Then no rank waits for a restarted rank: its state becomes part of
-            the others' checkpoint with the same ``policy.iteration``, sooner or later. In these cases the state is not
-            saved, and a warning is logged: there is no policy; the replica has several ranks; the others have a later
-            checkpoint but none of this iteration; or four earlier states of the rank still wait for a checkpoint.
+        group: Ranks to save, by default all ranks. By default, no rank waits for a restarted rank: its state is added
+            to the others' checkpoint with the same ``policy.iteration``, sooner or later. In the following cases, its
+            state is not saved, and a warning is logged: there is no policy; the replica has several ranks; the others
+            have a later checkpoint but none of this iteration; or four earlier states of the rank are still waiting for
+            a checkpoint.
         world: World of the call, by default the current one.
 
     Returns:
-        Folder of this checkpoint, ``path/checkpoint-NNNNNN``. On a restarted rank ``path`` itself, if there is no such
+        Folder of this checkpoint, ``path/checkpoint-NNNNNN``. On a restarted rank, ``path`` itself if there is no such
         checkpoint yet. Also ``path`` itself, after a warning, if a rank is lost while files are written, in a job that
         survives losses.
 
@@ -107,7 +108,7 @@ async def save_population(
 
     **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
     After that, or if this rank was restarted, the others complete the checkpoint. The cancellation is raised once this
-    rank no longer writes a file.
+    rank is no longer writing a file.
     """
     policy = checkpoint_state.without_wrapper(policy)
     take_state = functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric)
@@ -161,8 +162,8 @@ async def async_save_population(
 class PendingSave:
     """A save in progress, returned by :func:`async_save_population`. Await it to get the checkpoint's folder.
 
-    In blocking code, call :meth:`wait` instead. The object may be awaited several times, or never. Before the
-    save has ended, ``folder`` is incomplete. On a restarted rank, it is the path of all checkpoints until then.
+    In blocking code, call :meth:`wait` instead. The object may be awaited several times, or never. Until the save has
+    ended, ``folder`` is incomplete, or, on a restarted rank, the folder of all checkpoints.
 
     **Cancellation**: the save continues.
     """
@@ -276,8 +277,9 @@ class _Save:
     async def start(self, take_state: Callable[[], dict[str, Any]]) -> str | None:
         """Take this rank's state, begin the save when all ranks have joined, and return the folder's name.
 
-        Return None if this rank saves nothing. By default, only the ranks that were never lost save. A rank that is not
-        yet notified of a loss begins in the group of all ranks, gets RankLostError, and then joins the remaining ranks.
+        Return None if this rank saves nothing. By default, only the ranks that were never lost save. A rank that has
+        not yet been notified of a loss begins in the group of all ranks, gets RankLostError, and then joins the
+        remaining ranks.
         """
         world = self._world
         self._arrival = await attempt(self._settle_and_choose_role)
@@ -290,7 +292,7 @@ class _Save:
             if error is not None:  # it is raised without waiting for the other survivors
                 if not isinstance(error, GeneratorExit):
                     world.services.spawn_service(self._report_error_to_survivors(), name="save_population")
-                    # Later starts of this rank must follow the start of the survivors' group.
+                    # This rank's later starts must follow the start of the survivors' group.
                     await yield_to_loop()
                 raise error
             await self._move_to_survivors()
@@ -322,7 +324,7 @@ class _Save:
         self._group.lease.joint_work, everyone.lease.joint_work = everyone.lease.joint_work, self.joint
 
     async def _report_error_to_survivors(self) -> None:
-        """Send the error of this rank's arrival to the other ranks that were never lost, if they save, too."""
+        """Notify the other never-lost ranks, if they save, of the error that prevents this rank from saving."""
         fail = self._raise_error_of_arrival
         try:
             await self._move_to_survivors()

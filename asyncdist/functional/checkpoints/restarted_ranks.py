@@ -1,7 +1,8 @@
 """Saves the state of a restarted rank, which becomes part of the other ranks' checkpoint without any messages.
 
 The ranks that were never lost save together. They do not wait for a restarted rank, because it may reach the same
-moment of its policy long before them, long after them, or never. It saves alone, in a folder next to the checkpoints::
+moment of its policy long before them, long after them, or never. A restarted rank saves alone, in a folder next to the
+checkpoints::
 
     checkpoints/
         restarted-rank-00002-1a2b3c4d-5e6f-300/     rank, job, start of the policy, and its iteration
@@ -10,7 +11,7 @@ moment of its policy long before them, long after them, or never. It saves alone
 
 If the others' checkpoint of the same moment exists, the rank moves its folder into it. Otherwise, the checkpoint's
 first rank moves the folder when it writes the manifest. The folder is then ``checkpoint-000003/restarted-rank-00002``.
-On a network drive, both may look too early. Each therefore also moves folders that were left at earlier moments.
+On a network drive, both ranks may look too early. Each therefore also moves folders left over from earlier moments.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from asyncdist.trust import new_files
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
-#: Maximum number of a rank's states that wait for a checkpoint. A rank that is further ahead saves no more states.
+#: Maximum number of a rank's states that may wait for a checkpoint. A rank that is further ahead saves no more states.
 WAITING_COUNT_MAX: Final = 4
-#: Maximum number of checkpoints that are read to find the one of a moment. They may include those of other jobs.
+#: Maximum number of checkpoints that are read to find a moment's checkpoint. They may include other jobs' checkpoints.
 _SEEN_COUNT_MAX: Final = 64
 _NAME: Final = re.compile(
     rf"(?P<stem>{manifests.RESTARTED}\d{{5,}})-(?P<run>(?P<job>[0-9a-f]{{8}})-[0-9a-f]+)-(?P<iteration>\d+)"
     r"(_(?P<count>\d+))?(?P<unfinished>\.[0-9a-f]+\.part)?"
 )
-#: Errors of a move whose source or target is gone, or that another rank has already made.
+#: Errors raised if the source or target of a move is gone, or if another rank has already moved the folder.
 _MOOT_ERRNOS: Final = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
 
 
@@ -80,7 +81,7 @@ def moment_of(world: World, policy: Any, path: Path) -> Moment | None:
 
 
 def waiting_count(place: Path, rank: int, moment: Moment) -> int:
-    """Return the number of the rank's states that wait for a checkpoint, after the others were moved or deleted."""
+    """Move or delete the rank's other states, and return the number of states that are waiting for a checkpoint."""
     count = 0
     for path, name in _folders(place):
         if name["stem"] == _stem(rank) and name["job"] == moment.run.partition("-")[0] and not name["unfinished"]:
@@ -157,7 +158,8 @@ def _folders(place: Path) -> list[tuple[Path, re.Match[str]]]:
 def _move_to_its_checkpoint(folder: Path, place: Path) -> Path | Literal["it waits", "too late", "it is gone"]:
     """Move a restarted rank's folder into the checkpoint of its moment, and return the checkpoint.
 
-    Without a checkpoint, return whether the folder can still get one. It is gone if it is damaged or was just moved.
+    If there is no such checkpoint, return whether the folder can still get one. A folder that is damaged or was just
+    moved counts as gone.
     """
     try:
         moment = manifests.read_restarted(folder).moment
@@ -187,7 +189,7 @@ def _checkpoints(place: Path, run: str) -> Iterator[tuple[Path, Moment]]:
         folder = place / manifests.name_of(number)
         try:
             moment = manifests.read_moment(folder)
-        except (OSError, ValueError):  # It is not complete, was just deleted, or cannot be read.
+        except (OSError, ValueError):  # The checkpoint is not complete, was just deleted, or cannot be read.
             continue
         if moment is not None and moment.run == run:
             yield folder, moment

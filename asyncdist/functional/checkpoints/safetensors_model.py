@@ -35,8 +35,8 @@ def check_installed() -> None:
 def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], dict[str, str]]:
     """Write the entries that the format supports.
 
-    Return the other entries, and a map of names to the names of shared tensors. An error of the system is an OSError
-    without the file's name, which SafetensorError would not contain either.
+    Return the other entries, and a map of names to the names of shared tensors. A system error is raised as an OSError,
+    without the file's name, because SafetensorError does not contain it.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

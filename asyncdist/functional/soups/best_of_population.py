@@ -1,8 +1,8 @@
 """Gives every rank the best model of the population: the best rank's model, or a mean of several ranks' models.
 
-All ranks measure their own models, and then the same means. To compute a mean, the ranks broadcast their weights in
-turn, in pieces. In addition to the model, a rank needs memory for a copy of its own weights, for the mean, and for one
-piece.
+Each rank measures its own model, and then all ranks measure the same means. To compute a mean, the ranks broadcast
+their weights in turn, in pieces. In addition to the model, a rank needs memory for a copy of its own weights, for the
+mean, and for one piece.
 
 The rank with the best model decides, because it has measured both the best model and the means on the same data. The
 other ranks also measure the means, so that different data on the ranks is detected.
@@ -65,7 +65,7 @@ async def best_of_population(
 
     All ranks of ``group`` must call this function, after the policy has ended. The candidates are the model of each
     rank, the mean of all models (the uniform soup), and the greedy soup. The greedy soup starts with the best model.
-    Each other model is added, in the order of their metrics, if the metric becomes strictly better.
+    The other models are tried in the order of their metrics, and each one that strictly improves the metric is added.
 
     Floating and complex parameters and persistent buffers are averaged in float32 or wider. Integers, such as
     BatchNorm's counter, are copied from the best model. A model whose metric is not finite, or whose weights contain
@@ -277,7 +277,7 @@ class _Search:
         self._count += 1
 
     async def _show_with(self, member: int) -> None:
-        """Write the mean with one more member's weights into the model. The stored mean is unchanged."""
+        """Write into the model the mean with one more member's weights. Do not change the stored mean."""
         self._state.load(self._mean)  # Also undoes changes that the last measurement made to buffers.
         pairs: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for entry, pair in zip(self._state.entries, self._state.pairs(self._mean), strict=True):

@@ -41,7 +41,7 @@ class Soup:
         members: Members whose weights are in the mean, in the order in which they were added.
         metric: Loss or score of the weights, or None if it was not measured.
         metrics: Loss or score of each member's own weights, or NaN if the weights contain NaN.
-        soup_metrics: Loss or score of each soup that was tried, by ``"uniform"`` and ``"greedy"``.
+        soup_metrics: Loss or score of each soup that was tried, keyed by ``"uniform"`` and ``"greedy"``.
     """
 
     kind: SoupKind
@@ -57,13 +57,13 @@ def is_better(metric: float, other: float, direction: Direction) -> bool:
 
 
 class GreedyChoice:
-    """Builds the greedy soup: starts with the best member, and adds a member if the metric becomes strictly better.
+    """Builds the greedy soup: starts with the best member, and adds each other one that strictly improves the metric.
 
     Args:
         metrics: Metric of each member's own weights. Members whose metric is not finite are omitted.
 
     Attributes:
-        order: Members with a finite metric, best first. Members with equal metrics are in ascending order.
+        order: Members with a finite metric, best first. Ties are in ascending order of member number.
         members: Members of the soup, in the order in which they were added.
 
     Raises:

@@ -18,8 +18,8 @@ def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | 
     Call ``averaged.update_parameters(model)`` after each optimizer step. ``averaged.module`` has the average. This
     average differs from torch's ``get_ema_multi_avg_fn`` in five ways:
 
-    - The decay is bias-corrected: the weights of t steps ago have the weight decay^t / sum. In torch's average, the
-      first weights keep the weight decay^t, which is still 37 % after 1,000 steps.
+    - The decay is bias-corrected: the model of t steps ago contributes decay^t, divided by the sum of these powers. In
+      torch's average, the first model contributes decay^t after t steps, which is still 37 % after 1,000 steps.
     - Weights of less than 32 bits are kept in float32, because an update of 0.1 % would vanish in bfloat16.
     - Floating buffers are averaged, and integer buffers are copied.
     - Infinities, as in an attention mask, are preserved.
@@ -27,7 +27,7 @@ def ema(model: nn.Module, decay: float = 0.999, *, device: torch.device | str | 
 
     Args:
         model: Model to average. Its initial weights are copied.
-        decay: Share of the average that is kept at each update, from 0 to below 1.
+        decay: Fraction of the average that is kept at each update, from 0 to below 1.
         device: Device of the average, by default the model's.
     """
     decay = validation.real("decay", decay, "a number from 0 to below 1", low=0.0, high=math.nextafter(1.0, 0.0))

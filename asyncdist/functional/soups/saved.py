@@ -38,7 +38,7 @@ from asyncdist.trust import torch_files
 
 logger = logging.getLogger("asyncdist.soups")
 
-#: A saved model: a file of torch or safetensors, a folder of save_population, or a state dict in memory.
+#: A saved model: a file written by torch or safetensors, a folder written by save_population, or a state dict.
 ModelSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 
 _ALLOWED: Final = (
@@ -58,9 +58,9 @@ def uniform_soup(
 
     Args:
         model: Model with the names, shapes and dtypes of all sources, changed in place.
-        sources: State dicts, paths of files of ``torch.save`` or safetensors, and folders of :func:`save_population`,
-            which stand for all ranks' models in the newest checkpoint. A file may have the state dict under the key
-            ``"model"``, ``"state_dict"`` or ``"model_state_dict"``.
+        sources: State dicts, paths of files written by ``torch.save`` or safetensors, and folders written by
+            :func:`save_population`, which stand for all ranks' models in the newest checkpoint. A file may have the
+            state dict under the key ``"model"``, ``"state_dict"`` or ``"model_state_dict"``.
         loader: Batches of training data from which BatchNorm statistics are recomputed. By default, they are averaged.
 
     Returns:
@@ -68,7 +68,7 @@ def uniform_soup(
 
     Raises:
         TypeError, ValueError: There is no source, a source has another layout (the error names the first tensor that
-            differs), or all sources contain NaN. The model then has its own weights.
+            differs), or all sources contain NaN. The model is then left unchanged.
         FileNotFoundError: A file or a complete checkpoint does not exist.
     """
     return _uniform(_Saved(model, _sources_of(sources), loader))
@@ -86,10 +86,10 @@ def lawa(
 
     Args:
         model: Model with the layout of all checkpoints, changed in place.
-        sources: Folder of :func:`save_population`, or sources as for :func:`uniform_soup`, the oldest first.
+        sources: Folder written by :func:`save_population`, or sources as for :func:`uniform_soup`, the oldest first.
         last: Maximum number of checkpoints or, if several sources are passed, of sources in the mean.
-        rank: Rank whose checkpoints are averaged, if each source is a folder of :func:`save_population`, by default all
-            ranks.
+        rank: Rank whose checkpoints are averaged, if each source is a folder written by :func:`save_population`. By
+            default, all ranks.
         loader: Batches of training data from which BatchNorm statistics are recomputed.
 
     Raises:
@@ -110,8 +110,8 @@ def greedy_soup(
 ) -> Soup:
     """Write the greedy soup of saved models into ``model``.
 
-    The soup starts with the best model. The others are tried in the order of their metrics. A model is added if the
-    metric of the mean becomes strictly better. Each source is read two or three times.
+    The soup starts with the best model. The others are tried in the order of their metrics, and each one that strictly
+    improves the metric of the mean is added. Each source is read two or three times.
 
     Args:
         model: Model with the layout of all sources, changed in place.
@@ -227,7 +227,7 @@ class _Saved:
 
     @torch.no_grad()
     def show_with(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the mean with one more saved model into the model. The stored mean is unchanged."""
+        """Write into the model the mean with one more saved model. Do not change the stored mean."""
         self.show()
         pairs = self._state.pairs(self._mean)
         for entry, (tensor, view), value in zip(self._state.entries, pairs, tensors, strict=True):
@@ -281,8 +281,8 @@ def _sources_of(
     """Return the saved models in order. A folder stands for the models of all ranks in its newest checkpoint.
 
     Args:
-        last: Number of sources to use, the last ones. Of a single folder, the models of the ``last`` newest checkpoints
-            are returned, the oldest first.
+        last: Number of sources to use, counted from the end. For a single folder, the models of its ``last`` newest
+            checkpoints are returned, the oldest first.
         rank: Rank whose models are returned, or None for all ranks.
 
     Raises:

@@ -10,8 +10,8 @@ A payload is an object that dill serializes, as in torchgfn, so the ranks of a j
 does not fit into a message is sent as a stream after it.
 
 A training rank has at most one pending request to a buffer rank. If its caller is interrupted, the request is completed
-in the background, and the next request waits for it. A buffer rank answers requests in arrival order. It ends when each
-of its training ranks has sent a termination signal, is lost or has left. Later requests wait for its next run.
+in the background, and the next request waits for it. A buffer rank answers requests in arrival order. Its run ends when
+each of its training ranks has sent a termination signal, is lost or has left. Later requests wait for the next run.
 """
 
 from __future__ import annotations
@@ -91,12 +91,13 @@ class _Remote:
         self._requests_took_s = 0.0
 
     def add(self, training_container: ContainerUnion) -> dict[str, float] | None:
-        """Add a container to this buffer and, if there is a buffer rank, to the containers for that rank.
+        """Add a container to this buffer and, if there is a buffer rank, collect the container for that rank.
 
-        Every ``remote_buffer_freq``-th call sends these containers, and returns their scores. Other calls return None.
+        Every ``remote_buffer_freq``-th call sends the collected containers, and returns their scores. Other calls
+        return None.
         """
-        # torchgfn 2.4.1 sends in ReplayBuffer.add, but not in the add of its subclasses. Its add therefore gets no
-        # rank, and this method does the rest, as ReplayBuffer.add does.
+        # torchgfn 2.4.1 sends in ReplayBuffer.add, but not in the add of its subclasses. The subclass's add therefore
+        # gets no rank, and this method does the rest, as ReplayBuffer.add does.
         server, self.remote_manager_rank = self.remote_manager_rank, None
         try:
             super().add(training_container)  # type: ignore[misc]
@@ -156,9 +157,10 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
 
 
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
-    """torchgfn's buffer of the same name, which also sends added containers to the rank ``remote_manager_rank``.
+    """Version of torchgfn's buffer of this name that also sends added containers to rank ``remote_manager_rank``.
 
-    In addition to torchgfn's arguments, it has ``communication_backend`` and ``timing`` of :class:`ReplayBuffer`.
+    In addition to torchgfn's arguments, it takes ``communication_backend`` and ``timing``, as :class:`ReplayBuffer`
+    does.
     """
 
     def __init__(
@@ -186,15 +188,15 @@ def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
 
 
 def _pending_requests(_: object) -> dict[int, asyncio.Task[Any]]:
-    """Return a dict for this rank's request to each buffer rank that is not completed, as a task."""
+    """Return a dict that maps each buffer rank to the task of this rank's unfinished request to it."""
     return {}
 
 
 async def _exchange(world: World, server: int, kind: MessageType, payload: bytes) -> torch.Tensor | None:
     """Send a request to a buffer rank after any earlier request to it, and return the answer, or None for an EXIT.
 
-    **Cancellation**: the request is completed in the background. The buffer rank could otherwise wait forever for the
-    rest of the request, and the next request could receive this one's answer.
+    **Cancellation**: the request is completed in the background. Otherwise, the buffer rank could wait forever for the
+    rest of the request, and the next request could receive this request's answer.
     """
     services = world.services
     services.check_peer(server)
@@ -327,7 +329,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 class _RequestDesk:
     """Receives a buffer rank's requests, one at a time, and sends the answers.
 
-    There is one desk per rank. Requests wait in it at any time after the first run has begun.
+    There is one desk per rank. From its first run on, it collects requests at all times, even between two runs.
 
     Attributes:
         done: Ranks that have sent an EXIT to the current run. Their later requests wait for the next run.
@@ -353,7 +355,7 @@ class _RequestDesk:
         self._asked_by: tuple[int, int] | None = None  # rank and incarnation that sent the current request
 
     def begin_run(self, world: blocking.World, client_count: int) -> None:
-        """Begin a run, in which the ranks that have ended the last run may take part."""
+        """Start a run, in which ranks that have ended the previous run may take part again."""
         self._world = world
         self._client_count = client_count
         self._seen.clear()
@@ -363,7 +365,7 @@ class _RequestDesk:
             self._drop_requests(rank)
 
     def _drop_requests(self, rank: int) -> None:
-        """Drop the requests of the lost process of ``rank``. The new process could receive their answers."""
+        """Drop requests of the lost process of ``rank``. Otherwise its new process could receive their answers."""
         kept = [envelope for envelope in self._requests if envelope.source != rank]
         self._requests.clear()
         self._requests.extend(kept)
@@ -389,7 +391,7 @@ class _RequestDesk:
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:
         def found() -> int | None:
-            """Return the place of the oldest request of a rank that has not ended the current run."""
+            """Return the index of the oldest request from a rank that has not ended the current run."""
             return next((place for place, each in enumerate(self._requests) if each.source not in self.done), None)
 
         what = WaitId(WaitKind.BUFFER_USERS)

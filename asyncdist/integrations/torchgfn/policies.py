@@ -11,7 +11,7 @@
     averaging_policy.shutdown()
 
 A call changes the model and the optimizer in place and returns them. The policy's messages do not interfere with the
-script's own process groups of torch.distributed or MPI communicators.
+script's own torch.distributed process groups or MPI communicators.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Ported(Generic[PolicyT]):
         local_metric: Any = None,
         group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a policy step, and return the model, the optimizer and a dict of the step's events.
+        """Take a policy step, and return the model, the optimizer and a dict of the step's events.
 
         Model, optimizer and group must be the same in all calls.
 
@@ -263,7 +263,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         expose_params: bool = True,
         group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a policy step, and return the model, the optimizer and a dict of the step's events.
+        """Take a policy step, and return the model, the optimizer and a dict of the step's events.
 
         Args:
             iteration, model, optimizer, local_metric: The same as for :class:`AsyncSelectiveAveragingPolicy`.
@@ -287,7 +287,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         self._started().print_stats()
 
     def print_time(self) -> None:
-        """Print the durations of this rank's work as a table, even after ``shutdown``."""
+        """Print a table of the time that this rank's operations took, even after ``shutdown``."""
         self._started().print_time()
 
     def _started(self) -> _OneSided:
@@ -312,7 +312,7 @@ def _group_of(group: Any) -> Group | None:
     """Return the asyncdist group with the ranks of ``group``, or None for all ranks. All members must call this.
 
     If no world is open, this function opens it, so all ranks of the job must call it. ``group`` may be an asyncdist
-    group, a process group of torch.distributed, an MPI communicator, or None.
+    group, a torch.distributed process group, an MPI communicator, or None.
 
     Raises:
         TypeError: ``group`` has a different type.

@@ -37,7 +37,7 @@ class ScriptIterations:
 
     def translate(self, number: int, iteration: int) -> tuple[int, bool]:
         """Return the policy's iteration (>= ``iteration``) for the script's ``number``, and whether to average."""
-        if self.epoch_start is None:  # the iteration of a resumed policy begins above 0
+        if self.epoch_start is None:  # a resumed policy starts at an iteration above 0
             self.epoch_start = max(0, iteration - number)
             return self.epoch_start + number, (number + 1) % self.average_every == 0
         every, expected = self.average_every, iteration - self.epoch_start
@@ -62,7 +62,7 @@ class ScriptIterations:
         group: Any,
         expose_params: bool | None,
     ) -> CallResult:
-        """Do one policy step, with the arguments of :meth:`protocols.ported.Ported.__call__`."""
+        """Take one policy step, with the arguments of :meth:`protocols.ported.Ported.__call__`."""
         if model is not policy.model or optimizer is not policy.optimizer:
             raise ValueError(
                 "model and optimizer must be the objects for which this policy was made, because it changes their "
