@@ -23,7 +23,7 @@ VARIABLES: Final[Mapping[str, str]] = os.environ
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 #: Variable that selects the torch.distributed backend for new process groups, if the program does not.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
-#: Variable with the seconds that main may wait before a warning is logged. The program's ``stall_s`` overrides it.
+#: Variable with the seconds that ``main`` may wait before a warning is logged. The program's ``stall_s`` overrides it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 #: Variable with the folder in which the user wants to record this job.
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
@@ -41,8 +41,8 @@ SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
 SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
 #: Variable that is 1 if all ranks of the job are on one host, and 0 if ranks on other hosts may join.
 LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
-#: Variable with the name of the job that ``asyncdist run`` has started, to which the variables of :data:`OF_RUN` apply.
-#: A rank's child processes inherit these variables, but may be ranks of another job.
+#: Variable with the name of the ``asyncdist run`` job to which the variables of :data:`OF_RUN` apply. A rank's child
+#: processes inherit these variables, but may be ranks of another job.
 RUN_VARIABLE: Final = "ASYNCDIST_RUN_ID"
 OF_RUN: Final = (INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE)
 

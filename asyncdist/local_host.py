@@ -71,7 +71,7 @@ def shared_file_variables() -> Iterator[dict[str, str]]:
 
 
 def report_lone_ranks(variables: dict[str, str], ranks: int) -> None:
-    """Print a line if several ranks, which have all succeeded, have each run alone.
+    """Print a line if several ranks have each run alone and have all succeeded.
 
     Args:
         variables: Variables of :func:`shared_file_variables`.
@@ -96,7 +96,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null for each closed standard file. Otherwise the next opened file would get its number."""
+    """Open /dev/null for each closed standard file, whose number the next opened file would otherwise get."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -60,7 +60,7 @@ _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK
 PRINTED_ERRORS_VARIABLE: Final = "ASYNCDIST_TOLD"
 #: Variable with the launcher's pid, and its descriptor of a file that gets one byte from each rank that has run alone.
 LONE_VARIABLE: Final = "ASYNCDIST_ALONE"
-#: Arguments with which a script prints a text and calls sys.exit(0) before it would open a world.
+#: Arguments with which a script usually prints text and calls sys.exit(0) without opening a world.
 _ASKING_FOR_HELP: Final = frozenset({"-h", "--help", "--version"})
 #: Note added to a debugger's error if the rank has no input.
 _NO_INPUT: Final = (
@@ -489,7 +489,7 @@ def _end_job(code: int) -> None:
     is_mpi_up = mpi is not None and mpi.Is_initialized()
     is_supervised = "asyncdist.transports.mpi" in sys.modules
     if mpi is not None and is_mpi_up and not mpi.Is_finalized() and not is_supervised:
-        if mpi.COMM_WORLD.Get_size() == 1:  # only a library's check has initialized MPI, and no other rank waits
+        if mpi.COMM_WORLD.Get_size() == 1:  # only a library's check has initialized MPI, and no other rank is waiting
             return
         _await_readers()
         mpi.COMM_WORLD.Abort(code)

@@ -106,7 +106,7 @@ class Collectives:
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
-        """Return every member's tensor, in the group's order, on ``root``, or None on other ranks."""
+        """On ``root``, return every member's tensor in the group's order. On other ranks, return None."""
         root, position = _root_of(group, root)
         check_dense(tensor)
         self._note(group, "gather", tensor, root)
@@ -174,7 +174,7 @@ class Collectives:
         return await map_shared_buffers(bucket.memory, group, lambda card: self.all_gather(card, group))
 
     async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Reduction) -> torch.Tensor:
-        """Return the reduction of all members' tensors in rank order. Each member computes a share of it.
+        """Return the reduction of all members' tensors in rank order. Each member computes a part of it.
 
         A native reduction would run in an order that depends on the backend's version and on the size.
 
@@ -247,7 +247,7 @@ class Collectives:
     async def gather_bytes(
         self, send: torch.Tensor, sizes: Sequence[int], group: Group, root: int
     ) -> torch.Tensor | None:
-        """Return all members' bytes, of the given sizes, in the group's order, on ``root``, or None on other ranks."""
+        """On ``root``, return all members' bytes, of the given sizes, in the group's order. Elsewhere, return None."""
         root, position = _root_of(group, root)
         if send.nbytes != sizes[group.index]:
             raise LocalProtocolError(
@@ -265,7 +265,7 @@ class Collectives:
         return receive
 
     def is_busy(self, group: Group) -> bool:
-        """Return whether a collective of the group is in progress on this rank, or waits for an earlier collective."""
+        """Return whether a collective of the group is in progress on this rank or waiting for an earlier one."""
         assert self._membership is not None, "a sequence is itself in progress"
         return group.tag in self._newest or self._membership.is_under_way(group)
 
@@ -365,7 +365,7 @@ class Collectives:
             waiter.result()
         finally:
             engine.collective_waits.discard(waiter)
-            waiter.cancel()  # Otherwise asyncio would report that the exception was never retrieved.
+            waiter.cancel()  # Without this call, asyncio would report that the exception was never retrieved.
 
     async def _started(self, start: Callable[[], Request], what: WaitId) -> None:
         await self._engine.wait_or_disown(start(), what)

@@ -60,7 +60,7 @@ class LocalResult:
     error: BaseException | None = None
 
     def raise_if_cancelled(self) -> None:
-        """Raise the error if it is a cancellation of the current task, and not one that the computation raised."""
+        """Raise the error if it is a CancelledError because the current task is being cancelled."""
         task = asyncio.current_task()
         if isinstance(self.error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise self.error

@@ -31,7 +31,7 @@ CHUNK_NBYTES: Final = 4 << 20
 USER_CHUNK_NBYTES: Final = 16 << 20
 #: Maximum number of outstanding chunks at each end of a stream.
 WINDOW_COUNT: Final = 4
-#: Number of chunks that a :class:`Pacer` receives in one polling pass if no task waits for anything else.
+#: Number of chunks that a :class:`Pacer` receives in one polling pass if no task is waiting for anything else.
 BURST_COUNT: Final = 2
 _CHUNK_COUNT_MAX: Final = 2**20
 
@@ -379,7 +379,7 @@ class Pacer(Pollable):
         self._engine.ring()
 
     def poll(self) -> int:
-        """Receive one chunk, or several if no task waits for anything else. Return the number of chunks."""
+        """Receive one chunk, or several if no task is waiting for anything else. Return the number of chunks."""
         arrived_count = 0
         if self._streams:
             self._engine.yield_core_to_receivers()

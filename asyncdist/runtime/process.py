@@ -51,7 +51,7 @@ def spare_collections() -> None:
 
 
 def note_ended(policy: object, tensors: Iterable[Tensor]) -> None:
-    """Record that a policy has ended, whose model and buffers may remain in memory because of reference cycles.
+    """Record that a policy has ended. Reference cycles may keep its model and buffers in memory.
 
     Args:
         tensors: Parameters and buffers of its model.

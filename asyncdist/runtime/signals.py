@@ -93,7 +93,7 @@ class Interrupts:
         self._are_ending[task] = is_ending
 
     def note_leaving(self, task: asyncio.Task[Any] | None) -> None:
-        """Record that main has returned in ``task``. A successful exit of other code changes nothing from now on."""
+        """Record that ``main`` has returned in ``task``. A successful exit from other code now changes nothing."""
         self._leaving.add(task)
 
     def error(self, rank: int) -> BaseException | None:
@@ -123,7 +123,7 @@ class Interrupts:
         is_success = isinstance(error, SystemExit) and not rank_program.exit_code(error.code)
         spared = self._leaving if is_success else frozenset[asyncio.Task[Any] | None]()
         if all(task.done() or task in spared for task in self._tasks):
-            return  # main has returned, so that the rank ends anyway
+            return  # ``main`` has returned, so the rank ends anyway
         self.raised = error
         self._stop(spared)
 

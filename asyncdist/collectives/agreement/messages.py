@@ -148,7 +148,7 @@ class Objection(Keyed):
     """Message with which a rank notifies the leader of an error that prevents the operation's start.
 
     Attributes:
-        kind: Class name of the exception, or empty if members wait for each other in different starts.
+        kind: Class name of the exception, or empty if members are waiting for each other in different starts.
         absent: Ranks that the sender believes absent. If all of them join, the objection is invalid. Empty if it is
             always valid.
     """
@@ -165,7 +165,7 @@ class Objection(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Reminder(Keyed):
-    """Message with which a leader reminds a missing member that the ranks ``present`` wait for it."""
+    """Message with which a leader reminds a missing member that the ranks ``present`` are waiting for it."""
 
     present: Runs
 

@@ -81,7 +81,7 @@ class Announcements:
         )
 
     def depart(self, departure: Departure) -> None:
-        """Announce to all ranks that main has returned on this rank, or that this rank has ended."""
+        """Announce to all ranks that ``main`` has returned on this rank, or that this rank has ended."""
         self.departures.add(departure, self._services.rank)
         self._send_soon()
 

@@ -2,8 +2,8 @@
 
 A forked child has a copy of the rank's memory and file descriptors, but is not a rank. It would disturb the rank, hang
 or crash if it left the world, ran the rank's loop, called MPI_Finalize or closed gloo's connections. A child therefore
-ends as soon as it leaves the context of a policy or of the rank's world. At its exit, only the :mod:`atexit` functions
-run that the child itself has registered.
+ends as soon as it leaves the context of a policy or of the rank's world. At its exit, it runs only the :mod:`atexit`
+functions that it has registered itself.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End each child that main has forked when the child leaves the ``with`` block, in which main runs."""
+    """End each child that ``main`` has forked when the child leaves the ``with`` block, in which ``main`` runs."""
     process_id = os.getpid()
     try:
         yield
