@@ -3,13 +3,13 @@
 All members must await the same collectives in the same order, with tensors of equal shape and dtype. Tensors are dense,
 of any dtype, layout and device. They are sent as bytes through CPU memory.
 
-If the backend has native collectives, these are started nonblocking and polled (MPI-4.1 section 6.12). Otherwise,
-collectives consist of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions by messages run in
-rank order, so their results do not depend on timing. Native reductions run in the backend's order.
+If the backend has native collectives, these are started as nonblocking operations and polled (MPI-4.1 section 6.12).
+Otherwise, collectives consist of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions by messages
+run in rank order, so their results do not depend on timing. Native reductions run in the backend's order.
 
 If a member leaves the world or frees the group before it has started a collective, the other members get ClosedError,
-even while they wait (:mod:`asyncdist.collectives.membership`). The loss of a member ends all collectives of its groups
-with RankLostError. A simulation detects mismatched calls (:mod:`asyncdist.collectives.call_checker`). Between
+even while they are waiting (:mod:`asyncdist.collectives.membership`). The loss of a member ends all collectives of its
+groups with RankLostError. A simulation detects mismatched calls (:mod:`asyncdist.collectives.call_checker`). Between
 processes, only operations that exchange headers (:mod:`asyncdist.collectives.error_exchange`) detect mismatches.
 
 **Cancellation**: a cancelled collective continues in the background until it completes, because the other members take
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """Runs the collectives of one rank. Arguments that are ranks are world ranks.
+    """Runs the collectives of one rank. Ranks passed as arguments are ranks in the world.
 
     Args:
         membership: Record of the collectives in which each member takes part, or None inside a sequence of collectives,

@@ -29,7 +29,8 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.channels")
 
-#: Number of times that ``receive`` tests for messages before it yields to the loop. A reply often arrives in this time.
+#: Number of times that ``receive`` tests for messages before it yields to the loop. A reply often arrives during these
+#: tests.
 HOT_TEST_COUNT: Final = 100
 #: Seconds during which the last messages of a lost sender may still arrive.
 LAST_MESSAGES_S: Final = 1.0

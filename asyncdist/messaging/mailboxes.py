@@ -512,7 +512,7 @@ class FrameReceiver(Pollable):
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """Resume receiving if ``full`` had stopped it. ``full`` has room again or was closed."""
+        """Resume receiving if it was stopped by the inbox ``full``, which has room again or was closed."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self.engine.ring()

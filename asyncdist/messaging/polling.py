@@ -191,7 +191,7 @@ class Poller:
         self._completion_count = 0
         self._request_count = 0  # number of completions other than messages delivered to channels
         self._transferred_at = 0.0
-        # State of the driver, which makes the polling passes while tasks wait:
+        # State of the driver, which makes the polling passes while tasks are waiting:
         self._handle: asyncio.Handle | None = None
         self._take_tick = self._tick  # stored, because self._tick would create a bound method for each tick
         self._quiet_tick_count = 0
@@ -205,9 +205,9 @@ class Poller:
         self._has_threads = transport.capabilities.rings_from_threads
         transport.set_arrival_callback(self._ring_from_a_thread if self._has_threads else self.ring)
         self._bell: Doorbell | None = None if self._wakes else transport.doorbell
-        self._has_spun = False  # whether the driver had spun in vain before it last went to sleep
+        self._has_spun = False  # whether the driver had polled in vain before it last went to sleep
         self._slept_at = 0.0
-        self._unspun_count = 0  # number of the next waits without spinning
+        self._unspun_count = 0  # number of subsequent waits that begin without polling
         self._unspun_count_max = UNSPUN_COUNT_MIN
 
     # -- passes -----------------------------------------------------------------------------------------------------

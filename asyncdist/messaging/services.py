@@ -317,7 +317,7 @@ class Services:
         self.engine.recheck()
 
     def on_defect(self, listener: Callable[[BaseException], None]) -> None:
-        """Call ``listener(error)`` if a service task fails. No task awaits service tasks to receive their errors."""
+        """Call ``listener(error)`` if a service task fails, because no task awaits service tasks."""
         self._defect_listeners.append(listener)
 
     def count_waits(self, on_waited: Callable[[WaitId, float], None] | None = None) -> None:

@@ -73,10 +73,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Message with which a sender that sends no more streams answers a grant. The receiver then cancels the stream.
+    """Message with which a sender that sends no further streams answers a grant. The receiver then cancels the stream.
 
-    The sender aborts the stream only after this cancel. Otherwise, the abort could arrive first, because it has another
-    tag, and the receiver could not tell it from the abort of a cancelled send.
+    The sender aborts the stream only after this cancel. Without this order, the abort could arrive first, because it
+    has a different tag, and the receiver could not tell it from the abort of a cancelled send.
     """
 
     slot: int

@@ -87,7 +87,8 @@ async def host_rank(
     """Host one rank from the handshake until the rank ends, and return its result or error.
 
     This function never raises, because a SystemExit or KeyboardInterrupt that leaves a task would stop the loop that
-    ranks share. ``interrupts`` cancels ``main`` after a signal. ``on_open`` is called with the world before ``main``.
+    ranks share. ``interrupts`` cancels ``main`` after a signal. ``on_open`` is called with the world before ``main``
+    starts.
     """
     interrupts = interrupts or Interrupts()
     try:

@@ -53,7 +53,7 @@ def call_outside_loop(
     interrupt: BaseException | None = None
     while not ended.is_set():
         try:
-            # After an exception of a signal handler, join() would consider the thread ended.
+            # After an exception from a signal handler, join() would consider the thread ended.
             while not ended.wait(None if meanwhile is None else _MEANWHILE_S) and meanwhile is not None:
                 meanwhile()
         except BaseException as error:

@@ -56,7 +56,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Notifies every other rank that the sender has failed, so the job must stop."""
+    """Notifies every other rank that the sender has failed and that the job must stop."""
 
     summary: str
 

@@ -252,7 +252,8 @@ class RecordedEngine(ObservedEngine):
 def key_of_reading(frame: FrameType) -> int:
     """Return the key of a clock reading in ``frame``.
 
-    The key depends on the function that reads the clock, and on the line within that function. Edits of other functions do not change the key, so that earlier recordings can still be replayed.
+    The key depends on the function that reads the clock, and on the line within that function. Edits of other functions
+    do not change the key, so that earlier recordings can still be replayed.
     """
     code = frame.f_code
     place = code.co_qualname, (frame.f_lineno or 0) - code.co_firstlineno  # generated code may have no lines

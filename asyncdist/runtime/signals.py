@@ -85,7 +85,7 @@ class Interrupts:
         self._are_ending: dict[asyncio.Task[Any] | None, Callable[[], bool]] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Register ``wait``, which describes the wait of ``rank``. It is called before the tasks are cancelled."""
+        """Register ``wait``, a function that describes the wait of ``rank``, to be called before cancelling the tasks."""
         self._waits[rank] = wait
 
     def spare(self, task: asyncio.Task[Any] | None, is_ending: Callable[[], bool]) -> None:
@@ -223,7 +223,7 @@ _masks: Final = threading.local()
 
 
 def _hold_signals() -> None:
-    """Block signals during a fork. Otherwise, a child would lose signals that arrive before its handlers are set."""
+    """Block signals during a fork, so that a child loses no signals that arrive before its handlers are set."""
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

@@ -235,7 +235,7 @@ class World:
         return self._engine.safe_point()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
-        """Poll the outstanding requests repeatedly, until a poll completes nothing or the time is over.
+        """Poll the outstanding requests repeatedly, until a poll completes nothing or the time is up.
 
         The call yields to other tasks between polls, and at least once.
 

@@ -59,7 +59,7 @@ class Absences:
         return tuple(rank for rank in members if self._incarnations[rank] > named.get(rank, 0))
 
     def losses(self, lost: Iterable[int]) -> Losses:
-        """Return pairs of each lost rank and the number of restarts of its lost process."""
+        """Return each lost rank, paired with the number of restarts of its lost process."""
         return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(lost))
 
     # -- agreements -------------------------------------------------------------------------------------------------

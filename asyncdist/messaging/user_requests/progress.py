@@ -114,8 +114,8 @@ async def progress() -> AsyncIterator[Progress]:
     Inside a world, use :meth:`asyncdist.World.wait` instead. Its requests share the world's polling.
 
     When the block ends, waits that are still in progress raise ClosedError. If requests have not completed, one warning
-    is logged. They stay in memory with their buffers until the process ends, because MPI may still write to the
-    buffers.
+    is logged. These requests stay in memory with their buffers until the process ends, because MPI may still write to
+    the buffers.
 
     Raises:
         LocalProtocolError: The caller is a simulated rank.

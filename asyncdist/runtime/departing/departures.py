@@ -124,7 +124,7 @@ class Departures:
         self.stage = Stage.IN_MAIN
 
     def add(self, departure: Departure, source: int) -> list[Departure]:
-        """Add an announcement from ``source``. Return the part of it that was unknown before.
+        """Add an announcement from ``source``. Return the part that was not known before.
 
         Raises:
             RemoteProtocolError: The announcement is invalid.

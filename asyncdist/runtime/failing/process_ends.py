@@ -66,8 +66,8 @@ class ProgramEnd:
 
         Args:
             signalled: Exception that a signal handler has raised. It counts if :func:`sys.exit` was not called.
-            is_forked: Whether this process is a forked child. Otherwise, a notebook or an interactive Python continues
-                after an exception.
+            is_forked: Whether this process is a forked child. If it is not, a notebook or an interactive Python
+                continues after an exception.
         """
         last = _last_error()
         if last is not self._error_before and (is_forked or not hasattr(sys, "ps1")):

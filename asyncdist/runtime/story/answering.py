@@ -53,7 +53,7 @@ _ASKED_S: Final = 3.0
 class WaitReporter:
     """Reports one rank's waits on request over a socket, and the waits of all ranks if no rank makes progress.
 
-    All ranks' waits are printed after ``stall_s`` seconds without progress, or never if it is infinity.
+    All ranks' waits are printed after ``stall_s`` seconds without progress, or never if ``stall_s`` is infinity.
     """
 
     def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
@@ -118,7 +118,7 @@ class WaitReporter:
     def forget_in_child(self) -> None:
         """Close this rank's socket in a forked child.
 
-        Otherwise, the child would keep it open after the rank's death.
+        The child would otherwise keep it open after the rank's death.
         """
         if self._listener is not None:
             self._listener.close()
