@@ -32,11 +32,11 @@ from typing import Any, BinaryIO, Final, TextIO
 PROGRAM: Final = os.path.abspath(__file__)
 #: Path of this distribution's package ``protocols``.
 PROTOCOLS: Final = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-#: Environment variable with the file descriptor to which a rank writes its state, if the job survives lost ranks. Its
-#: parent process reads it.
+#: Environment variable with the file descriptor to which a rank writes its state, if the job survives lost ranks. The
+#: rank's parent process reads the state.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
 # States that a rank reports to its parent process:
-#: The rank is opening a world, for which the other ranks wait.
+#: The rank is opening a world, for which the other ranks are waiting.
 OPENS_WORLD: Final = b"0"
 #: The rank is in a world. The other ranks would notice its death.
 IN_WORLD: Final = b"1"
@@ -540,7 +540,7 @@ def explain_shadowing() -> None:
 
 
 def explain_import(error: BaseException) -> None:
-    """Add a note to an ImportError for ``protocols`` if another module shadows or has overwritten this package."""
+    """If another module shadows or has overwritten ``protocols``, add a note to an ImportError for this package."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
         if note is not None and note not in getattr(error, "__notes__", ()):
@@ -548,7 +548,7 @@ def explain_import(error: BaseException) -> None:
 
 
 def explain_input(error: BaseException) -> None:
-    """Add a note to an end-of-input error, such as a debugger's, if this rank's standard input is empty."""
+    """If this rank's standard input is empty, add a note to an end-of-input error, such as a debugger's."""
     is_end = isinstance(error, EOFError) or (type(error).__module__, type(error).__name__) == ("bdb", "BdbQuit")
     notes = getattr(error, "__notes__", ())
     with contextlib.suppress(OSError):  # raised if standard input is closed
@@ -557,7 +557,7 @@ def explain_input(error: BaseException) -> None:
 
 
 def find_shadowing() -> str | None:
-    """Return a message, with a remedy, if the package ``protocols`` is shadowed or overwritten, or None."""
+    """If the package ``protocols`` is shadowed or overwritten, return a message with a remedy, otherwise None."""
     found = sys.modules.get("protocols")
     if found is not None and found is sys.modules.get("asyncdist.protocols"):
         return None
@@ -574,7 +574,7 @@ def find_shadowing() -> str | None:
 
 
 def find_overwriting() -> str | None:
-    """Return a message, with a remedy, if another distribution has overwritten ``protocols``, or None."""
+    """If another distribution has overwritten ``protocols``, return a message with a remedy, otherwise None."""
     is_there = PROTOCOLS.is_file()
     if is_there and b"asyncdist.protocols" in PROTOCOLS.read_bytes():
         return None

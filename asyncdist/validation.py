@@ -332,7 +332,7 @@ def _place_of(function: Any) -> str:
 
 
 def torch_problem(version: str) -> str | None:
-    """Return an error message with a remedy if this version of torch is too old, or None."""
+    """If this version of torch is too old, return an error message with a remedy, otherwise None."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) >= TORCH_MIN:
         return None

@@ -68,7 +68,7 @@ class LocalResult:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """Message with which a member of a group describes the result of its computation: a value, an exception or nothing.
+    """Message that describes the result of a member's computation: a value, an exception or nothing.
 
     Attributes:
         status: 0 for no result, 1 for a value, 2 for an exception.

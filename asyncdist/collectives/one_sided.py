@@ -64,7 +64,7 @@ _SUBJECT: Final = "new window"
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Message with which a rank notifies the other members that it no longer publishes any version of its state."""
+    """Notifies the other members that the sender no longer publishes any version of its state."""
 
 
 @dataclass(frozen=True, slots=True)

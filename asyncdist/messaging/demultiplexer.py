@@ -195,7 +195,7 @@ class TagDemultiplexer:
         dropped: Number of dropped frames, by reason.
         drop_examples: Description of the last dropped frame, by reason.
         under_way_count: Number of sent messages that have not left this rank yet.
-        slow_dests: Ranks to which a message did not leave immediately.
+        slow_dests: Destinations of messages that did not leave immediately.
     """
 
     def __init__(

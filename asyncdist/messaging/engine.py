@@ -132,7 +132,7 @@ class Engine(Poller):
                 one yield.
 
         Raises:
-            BaseException: The error with which the job has failed, if any.
+            BaseException: The error that has ended the job, if any.
         """
         if self.virtual_clock is not None:
             await self.virtual_clock.before_safe_point()

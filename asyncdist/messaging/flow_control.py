@@ -33,7 +33,7 @@ _UNLIMITED: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Message that allows its receiver to send half a window of further messages on ``tag``."""
+    """Allows the receiver of this message to send half a window of further messages on ``tag``."""
 
     tag: int
 

@@ -38,7 +38,7 @@ _CHUNK_COUNT_MAX: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Message with which a receiver permits a sender to send ``nbytes`` bytes of a tensor.
+    """Permits the sender of a stream to send ``nbytes`` bytes of a tensor.
 
     The bytes are sent on ``slot``, a tag reserved for streams, in chunks of ``chunk_nbytes``. If ``written_nbytes`` is
     not 0, the sender may write up to this number of the last bytes directly to ``address`` in the receiver's memory
@@ -62,7 +62,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Message with which a receiver asks the sender to end the stream on ``slot`` early."""
+    """Asks the sender of a stream to end the stream on ``slot`` early."""
 
     slot: int
 
@@ -73,7 +73,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Message with which a sender that sends no further streams answers a grant. The receiver then cancels the stream.
+    """Refuses a grant, because this message's sender sends no further streams. The receiver then cancels the stream.
 
     The sender aborts the stream only after this cancel. Without this order, the abort could arrive first, because it
     has a different tag, and the receiver could not tell it from the abort of a cancelled send.

@@ -59,7 +59,7 @@ _COUNT_NBYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class AttachOffer:
-    """Message with which a receiver offers a sender access to its memory: its pid, a token, and the token's address."""
+    """Offers the sender of streams access to the receiver's memory: its pid, a token, and the token's address."""
 
     pid: int
     address: int
@@ -68,7 +68,7 @@ class AttachOffer:
 
 @dataclass(frozen=True, slots=True)
 class AttachAccept:
-    """Message with which a sender confirms that it can write to the receiver's memory."""
+    """Confirms that a stream's sender can write to the receiver's memory."""
 
 
 class _Outgoing:

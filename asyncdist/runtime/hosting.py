@@ -202,7 +202,7 @@ async def hosted(
 def _successful_exit(
     caught: SystemExit | asyncio.CancelledError, world: World, interrupts: Interrupts
 ) -> SystemExit | None:
-    """Return the successful SystemExit with which ``main`` or other code of the loop has ended this rank, or None."""
+    """Return the successful SystemExit, raised by ``main`` or other code in the loop, that ended this rank, or None."""
     ended_by: BaseException | None = caught
     if isinstance(caught, asyncio.CancelledError):
         ended_by = interrupts.raised if interrupts.received is None else None

@@ -85,7 +85,7 @@ class Interrupts:
         self._are_ending: dict[asyncio.Task[Any] | None, Callable[[], bool]] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Register ``wait``, a function that describes the wait of ``rank``, to be called before cancelling the tasks."""
+        """Register ``wait``, a function that describes the wait of ``rank``. Called before tasks are cancelled."""
         self._waits[rank] = wait
 
     def spare(self, task: asyncio.Task[Any] | None, is_ending: Callable[[], bool]) -> None:

@@ -90,7 +90,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """Message that notifies a neighbour in the tree of new departures, and of the stage that all ranks have reached."""
+    """Notifies a neighbour in the tree of new departures, and of the stage that all ranks have reached."""
 
     departures: tuple[Departure, ...]
     stage: int
@@ -98,7 +98,7 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class EndAcknowledged:
-    """Message with which a rank acknowledges that its whole subtree knows that all ranks have ended."""
+    """Acknowledges that the sender's whole subtree knows that all ranks have ended."""
 
 
 class Departures:
@@ -277,7 +277,7 @@ class Departures:
         return [Departed(tuple(some), self.stage) for some in _fitting(departures)]
 
     def _forget_direct_notices(self) -> None:
-        """Remove the record of which ranks an ended rank notifies directly, if all neighbours know of its end."""
+        """If all neighbours know of an ended rank's end, forget which ranks it notifies directly."""
         settled = self._known.ended
         for sent in self._sent.values():
             settled &= sent.ended

@@ -163,7 +163,7 @@ def _end_in_loop(rank: int) -> None:
 
 
 def end_forked_child(process_id: int, error: BaseException | None) -> None:
-    """End this process, with an exit code for ``error``, if it is a forked child of the process ``process_id``."""
+    """If this process is a forked child of the process ``process_id``, end it with an exit code for ``error``."""
     if os.getpid() == process_id:
         return
     while isinstance(error, ForkedChildError) and error.__context__ is not None:
@@ -179,7 +179,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End each child that ``main`` has forked when the child leaves the ``with`` block, in which ``main`` runs."""
+    """End each child that ``main``, which runs in the ``with`` block, has forked once the child leaves the block."""
     process_id = os.getpid()
     try:
         yield
