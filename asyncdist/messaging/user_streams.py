@@ -59,7 +59,7 @@ _COUNT_NBYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class AttachOffer:
-    """Offers the sender of streams access to the receiver's memory: its pid, a token, and the token's address."""
+    """Offers a stream's sender access to the receiver's memory: pid, token, and the token's address."""
 
     pid: int
     address: int
