@@ -49,7 +49,7 @@ OF_RUN: Final = (INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE)
 
 
 def setting(name: str) -> str | None:
-    """Return the value of one of the variables above, or None if it is not set or empty."""
+    """Return the value of one of the environment variables above, or None if it is not set or empty."""
     return os.environ.get(name) or None
 
 

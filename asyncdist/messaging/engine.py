@@ -306,7 +306,7 @@ class Engine(Poller):
         return peers() if peers is not None else () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
-        """Return the seconds that a task has waited for the future ``waiter``, or None if no task of this rank does."""
+        """Return the seconds that a task has been waiting for the future ``waiter``, or None if no task is waiting."""
         found = self._waiters.get(waiter)
         return None if found is None else self.loop.time() - found[1]
 

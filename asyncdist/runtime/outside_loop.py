@@ -69,6 +69,6 @@ def call_outside_loop(
 
 
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
-    """Raise an exception in a thread at its next Python instruction. A call into C may delay that."""
+    """Raise an exception in a thread at its next Python instruction. A call into C may delay the exception."""
     assert thread.ident is not None, "the thread has been started"
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))

@@ -116,7 +116,7 @@ def run(
             0 is returned.
         loop: ``"uvloop"`` (the default if it is installed) or ``"asyncio"``.
         grace_s: Seconds in which the other ranks must stop on their own after a rank has failed. Then the job is
-            aborted. After a signal they have 10 s, if that is longer.
+            aborted. After a signal, they have at least 10 s.
         strict: Whether to raise LocalProtocolError instead of logging a warning if an unread message, a request, a
             stream slot, a snapshot or a task is left at the end.
         watchdog_s: Seconds after ``main`` has returned. If all spawned tasks are still waiting then, a warning lists
