@@ -1,9 +1,9 @@
 """Starts the command line, for ``python -m asyncdist`` and the command ``asyncdist``.
 
-``asyncdist run`` first blocks SIGUSR1, the signal that requests a report from ranks. Otherwise an early signal would
-end the launcher while it is importing. The launcher unblocks the signal in the processes that it starts.
+``asyncdist run`` first blocks SIGUSR1, the signal that requests a report from ranks. Without this, an early signal
+would end the launcher while it is importing. The launcher unblocks the signal in the processes that it starts.
 
-Ctrl-C ends each command silently while its parser is imported, and ``asyncdist run`` until its ranks are started.
+Ctrl-C silently ends each command while its parser is being imported, and ``asyncdist run`` until its ranks start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> NoReturn:
     if is_run:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # otherwise Ctrl-C is ignored, as after nohup
+    if handler is signal.default_int_handler:  # if it is not, Ctrl-C is ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt would print a traceback of these imports
     from asyncdist import cli
 

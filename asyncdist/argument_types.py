@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def count(text: str, least: int = 1) -> int:
-    """Convert a string to an integer of ``least`` or more."""
+    """Convert a string to an integer that is at least ``least``."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 12 and int(text) >= least):
         raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
     return int(text)

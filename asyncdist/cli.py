@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of all commands. The arguments of ``run`` are added only if that is the ``command``."""
+    """Return the parser of all commands. The arguments of ``run`` are added only if ``command`` is ``run``."""
     parser = _Parser(
         prog="asyncdist", description="Awaitable message passing for distributed PyTorch training.", allow_abbrev=False
     )

@@ -19,44 +19,45 @@ Flavour = Literal["openmpi", "mpich"]
 FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 #: Environment variables of this process.
 VARIABLES: Final[Mapping[str, str]] = os.environ
-#: Variable that selects the transport of programs with ``transport="auto"``.
+#: Environment variable that selects the transport of programs with ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
-#: Variable that selects the torch.distributed backend for new process groups, if the program does not.
+#: Environment variable that selects the torch.distributed backend for new process groups, if the program does not.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
-#: Variable with the seconds that main may wait before a warning is logged. The program's ``stall_s`` overrides it.
+#: Environment variable with the seconds that ``main`` may wait before a warning is logged. The program's ``stall_s``
+#: overrides it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
-#: Variable with the folder in which the user wants to record this job.
+#: Environment variable with the folder in which the user wants to record this job.
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
-#: Variable with the destinations to which ranks export their counters.
+#: Environment variable with the destinations to which ranks export their counters.
 METRICS_VARIABLE: Final = "ASYNCDIST_METRICS"
-#: Variable with the folder to which ranks write their last counters; ``asyncdist run --live`` sets it.
+#: Environment variable with the folder to which ranks write their last counters; ``asyncdist run --live`` sets it.
 LAST_COUNTERS_VARIABLE: Final = "ASYNCDIST_LAST_COUNTERS"
-#: Variable with the number of restarts of this rank, in jobs whose launcher restarts ranks.
+#: Environment variable with the number of restarts of this rank, in jobs whose launcher restarts ranks.
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
-#: Variable with the number of ranks (the highest ones) that may join the job after its start.
+#: Environment variable with the number of ranks (the highest ones) that may join the job after its start.
 EMPTY_VARIABLE: Final = "ASYNCDIST_EMPTY_PLACES"
-#: Variable with the secret by which a job's ranks authenticate each other.
+#: Environment variable with the secret by which a job's ranks authenticate each other.
 SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
-#: Variable with the path of the secret's file.
+#: Environment variable with the path of the secret's file.
 SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
-#: Variable that is 1 if all ranks of the job are on one host, and 0 if ranks on other hosts may join.
+#: Environment variable that is 1 if all ranks of the job are on one host, and 0 if ranks on other hosts may join.
 LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
-#: Variable with the name of the job that ``asyncdist run`` has started, to which the variables of :data:`OF_RUN` apply.
-#: A rank's child processes inherit these variables, but may be ranks of another job.
+#: Environment variable with the name of the ``asyncdist run`` job to which the variables of :data:`OF_RUN` apply. A
+#: rank's child processes inherit these variables, but may be ranks of another job.
 RUN_VARIABLE: Final = "ASYNCDIST_RUN_ID"
 OF_RUN: Final = (INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE)
 
 
 def setting(name: str) -> str | None:
-    """Return the value of one of the variables above, or None if it is not set or empty."""
+    """Return the value of one of the environment variables above, or None if it is not set or empty."""
     return os.environ.get(name) or None
 
 
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the folders in which this user's processes on this host can exchange files, in order of preference.
 
-    Folders that do not depend on variables are first. TMPDIR and XDG_RUNTIME_DIR may differ between a job's ranks,
-    because schedulers set a TMPDIR for each rank, and ``su`` keeps its caller's variables.
+    Folders that do not depend on environment variables are first. TMPDIR and XDG_RUNTIME_DIR may differ between a job's
+    ranks, because schedulers set a TMPDIR for each rank, and ``su`` keeps its caller's variables.
     """
     session, named = f"/run/user/{os.getuid()}", environ.get("XDG_RUNTIME_DIR", "")
     usable = [path for path in (session, named) if os.path.isdir(path) and os.access(path, os.W_OK)]
@@ -128,7 +129,7 @@ def replace(environ: Mapping[str, str]) -> None:
 
 
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
-#: Variable that removes the script's folder and the working directory from Python's module search path.
+#: Environment variable that removes the script's folder and the working directory from Python's module search path.
 SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
 #: Hash seed when the interpreter started. Setting the variable later, as torchgfn's set_seed does, has no effect.
 _HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
@@ -153,7 +154,7 @@ def has_safe_path() -> bool:
 
 @contextlib.contextmanager
 def variable_set(name: str, text: str) -> Iterator[None]:
-    """Set a variable for processes that are started in the ``with`` block."""
+    """Set an environment variable for processes that are started in the ``with`` block."""
     before = os.environ.get(name)
     os.environ[name] = text
     try:

@@ -192,7 +192,7 @@ class DisagreementError(AsyncdistError):
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):
-    """Some of the ranks that must start together did not arrive in time.
+    """Some of the ranks that must start together did not join in time.
 
     Attributes:
         missing: Missing ranks.

@@ -54,7 +54,7 @@ def check_script(script: str) -> None:
 
 @contextlib.contextmanager
 def shared_file_variables() -> Iterator[dict[str, str]]:
-    """Yield variables through which this host's ranks share anonymous files with the launcher.
+    """Yield environment variables through which the ranks on this host share anonymous files with the launcher.
 
     In one file, ranks record printed errors, so that each is printed once. In the other, ranks record that they have
     run alone (:func:`report_lone_ranks`).
@@ -71,10 +71,10 @@ def shared_file_variables() -> Iterator[dict[str, str]]:
 
 
 def report_lone_ranks(variables: dict[str, str], ranks: int) -> None:
-    """Print a line if several ranks, which have all succeeded, have each run alone.
+    """Print a line if several ranks have each run alone and have all succeeded.
 
     Args:
-        variables: Variables of :func:`shared_file_variables`.
+        variables: Environment variables from :func:`shared_file_variables`.
     """
     _, _, descriptor = variables.get(rank_program.LONE_VARIABLE, "").partition(" ")
     if descriptor and os.fstat(int(descriptor)).st_size == ranks > 1:
@@ -96,7 +96,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null for each closed standard file. Otherwise the next opened file would get its number."""
+    """Open /dev/null for each closed standard file, so that no file opened later gets its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

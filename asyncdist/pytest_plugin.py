@@ -228,8 +228,8 @@ class _Record:
         report: Report of the simulation, even after a deadlock.
         waiting: After a deadlock or a time limit, the wait of each task.
         earlier_seeds: Seeds that the test has already run with the same fixtures.
-        returned: Ranks whose main has returned.
-        raised: Exception of main and its virtual time, keyed by rank, in chronological order.
+        returned: Ranks whose ``main`` has returned.
+        raised: Exception of ``main`` and its virtual time, keyed by rank, in chronological order.
     """
 
     ranks: int
@@ -253,7 +253,7 @@ class _Record:
     def errors(self) -> dict[int, BaseException]:
         """Return the error that ended each rank, keyed by rank, in chronological order.
 
-        For a rank whose main raised RankLostError or was cancelled, this is the error in the simulation's report.
+        For a rank whose ``main`` raised RankLostError or was cancelled, this is the error in the simulation's report.
         """
         results = self.report.results if self.report is not None else ()
         errors = {}
@@ -268,7 +268,7 @@ class _Record:
         """Return the errors that fail the test, keyed by rank. RankLostErrors are last.
 
         After a rank is killed, the other ranks cannot end normally, because the final barrier lacks that rank. Their
-        RankLostErrors are therefore failures only on ranks whose main has not returned. A rank's exit because of a
+        RankLostErrors are therefore failures only on ranks whose ``main`` has not returned. A rank's exit because of a
         simulated signal is not a failure, nor is the RankLostError that it causes on other ranks.
         """
         from asyncdist.simulation.faults import KILLING
@@ -494,7 +494,7 @@ def _limited(lines: Sequence[str]) -> list[str]:
 
 
 def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[TraceEvent, ...]]:
-    """Return a title, and the trace's events until the first failure (all events if no main has failed)."""
+    """Return a title, and the trace's events until the first failure (all events if no ``main`` has failed)."""
     rank = next(iter(record.failures()), None)
     if rank is None or rank not in record.raised:
         return "trace", events

@@ -32,11 +32,11 @@ from typing import Any, BinaryIO, Final, TextIO
 PROGRAM: Final = os.path.abspath(__file__)
 #: Path of this distribution's package ``protocols``.
 PROTOCOLS: Final = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-#: Variable with the file descriptor to which a rank writes its state, if the job survives lost ranks. Its parent
-#: process reads it.
+#: Environment variable with the file descriptor to which a rank writes its state, if the job survives lost ranks. The
+#: rank's parent process reads the state.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
 # States that a rank reports to its parent process:
-#: The rank is opening a world, for which the other ranks wait.
+#: The rank is opening a world, for which the other ranks are waiting.
 OPENS_WORLD: Final = b"0"
 #: The rank is in a world. The other ranks would notice its death.
 IN_WORLD: Final = b"1"
@@ -44,23 +44,26 @@ IN_WORLD: Final = b"1"
 LEFT_WORLD: Final = b"2"
 #: The job must end when this rank ends.
 ENDS_JOB: Final = b"3"
-#: Variable with the name of the module that ranks run (``-m``) instead of a script.
+#: Environment variable with the name of the module that ranks run (``-m``) instead of a script.
 MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
-#: Variable that is 1 if each line of a rank's output must be prefixed with the rank.
+#: Environment variable that is 1 if each line of a rank's output must be prefixed with the rank.
 PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
-#: Variable with the launcher's pid, for ranks whose mpirun does not forward output while it stops them.
+#: Environment variable with the launcher's pid, for ranks whose mpirun does not forward output while it stops them.
 LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
-#: Variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits it from the launcher.
+#: Environment variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits it from the
+#: launcher.
 STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
 INHERITED: Final = "inherited"
 #: Value of :data:`STDIN_VARIABLE` for a terminal, possibly followed by the other descriptors to connect to it.
 TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: Variable with the launcher's pid, and its descriptor of the file in which ranks record the errors that they print.
+#: Environment variable with the launcher's pid, and its descriptor of the file in which ranks record the errors that
+#: they print.
 PRINTED_ERRORS_VARIABLE: Final = "ASYNCDIST_TOLD"
-#: Variable with the launcher's pid, and its descriptor of a file that gets one byte from each rank that has run alone.
+#: Environment variable with the launcher's pid, and its descriptor of a file that gets one byte from each rank that has
+#: run alone.
 LONE_VARIABLE: Final = "ASYNCDIST_ALONE"
-#: Arguments with which a script prints a text and calls sys.exit(0) before it would open a world.
+#: Arguments with which a script usually prints text and calls sys.exit(0) without opening a world.
 _ASKING_FOR_HELP: Final = frozenset({"-h", "--help", "--version"})
 #: Note added to a debugger's error if the rank has no input.
 _NO_INPUT: Final = (
@@ -69,7 +72,7 @@ _NO_INPUT: Final = (
     "asyncdist replay DIR --rank RANK --pdb"
 )
 _guardian: int | None = None
-#: Variable that is 1 if the job continues when ranks die; Open MPI's ``mpirun --with-ft ulfm`` sets it.
+#: Environment variable that is 1 if the job continues when ranks die; Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
 #: Seconds that a rank waits before it aborts the job, because MPICH's mpirun then stops reading output.
 _LAST_WORDS_S: Final = 0.2
@@ -207,7 +210,7 @@ def _launchers_file(variable: str) -> str:
 
 
 def _record_if_alone(path: str) -> None:
-    """Add a byte to the launcher's file ``path``, if any, if this script has run alone."""
+    """If this script has run alone, add a byte to the launcher's file ``path``, if there is one."""
     if path and _has_run_alone():
         with contextlib.suppress(OSError), open(path, "ab") as lone_ranks:  # the launcher may have just ended
             lone_ranks.write(b".")
@@ -227,7 +230,7 @@ def _has_run_alone() -> bool:
 
 
 class _PrintOnce:
-    """A :data:`sys.excepthook` that prints equal tracebacks of this host's ranks only once.
+    """A :data:`sys.excepthook` that prints a traceback only once if several ranks on this host raise the same error.
 
     Ranks often fail in the same way before they open a world, for example in an import. The first rank prints the
     traceback, and each other rank prints one line. They record printed tracebacks in a shared file, whose lock also
@@ -270,7 +273,7 @@ class _PrintOnce:
 
 
 def _print_error(error: BaseException) -> int:
-    """Print an error, for Ctrl-C during an import only as one line. Return what :func:`call_excepthook` returns."""
+    """Print an error, or only one line for Ctrl-C during an import. Return the result of :func:`call_excepthook`."""
     trace, line, is_import = error.__traceback__, "", False
     while trace is not None and isinstance(error, KeyboardInterrupt):
         code = trace.tb_frame.f_code
@@ -421,7 +424,7 @@ class _PrefixedLines(io.BufferedIOBase):
 
 
 def _exit_without_finalize(codes: list[int]) -> None:
-    """Exit with the last of ``codes``. MPI_Finalize may hang after a rank has died, if the job survives lost ranks.
+    """Exit with the last of ``codes``, without MPI_Finalize. If the job survives lost ranks, MPI_Finalize may hang.
 
     This :mod:`atexit` function is registered before the script runs, and is therefore called last, after all threads
     have ended. In a program that imports mpi4py itself, MPI_Finalize may still be called earlier.
@@ -433,7 +436,7 @@ def _exit_without_finalize(codes: list[int]) -> None:
 
 
 def write_past_mpirun() -> None:
-    """Redirect output to the launcher's files if it is on this host, because mpirun may have stopped reading."""
+    """If the launcher is on this host, redirect output to its files, because mpirun may have stopped reading."""
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
     if not launcher.isdecimal() or int(launcher) not in ancestors():
         return
@@ -489,7 +492,7 @@ def _end_job(code: int) -> None:
     is_mpi_up = mpi is not None and mpi.Is_initialized()
     is_supervised = "asyncdist.transports.mpi" in sys.modules
     if mpi is not None and is_mpi_up and not mpi.Is_finalized() and not is_supervised:
-        if mpi.COMM_WORLD.Get_size() == 1:  # only a library's check has initialized MPI, and no other rank waits
+        if mpi.COMM_WORLD.Get_size() == 1:  # only a library's check has initialized MPI, and no other rank is waiting
             return
         _await_readers()
         mpi.COMM_WORLD.Abort(code)
@@ -537,7 +540,7 @@ def explain_shadowing() -> None:
 
 
 def explain_import(error: BaseException) -> None:
-    """Add a note to an ImportError for ``protocols`` if another module shadows or has overwritten this package."""
+    """If another module shadows or has overwritten ``protocols``, add a note to an ImportError for this package."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
         if note is not None and note not in getattr(error, "__notes__", ()):
@@ -545,7 +548,7 @@ def explain_import(error: BaseException) -> None:
 
 
 def explain_input(error: BaseException) -> None:
-    """Add a note to an end-of-input error, such as a debugger's, if this rank's standard input is empty."""
+    """If this rank's standard input is empty, add a note to an end-of-input error, such as a debugger's."""
     is_end = isinstance(error, EOFError) or (type(error).__module__, type(error).__name__) == ("bdb", "BdbQuit")
     notes = getattr(error, "__notes__", ())
     with contextlib.suppress(OSError):  # raised if standard input is closed
@@ -554,7 +557,7 @@ def explain_input(error: BaseException) -> None:
 
 
 def find_shadowing() -> str | None:
-    """Return a message, with a remedy, if the package ``protocols`` is shadowed or overwritten, or None."""
+    """If the package ``protocols`` is shadowed or overwritten, return a message with a remedy, otherwise None."""
     found = sys.modules.get("protocols")
     if found is not None and found is sys.modules.get("asyncdist.protocols"):
         return None
@@ -571,7 +574,7 @@ def find_shadowing() -> str | None:
 
 
 def find_overwriting() -> str | None:
-    """Return a message, with a remedy, if another distribution has overwritten ``protocols``, or None."""
+    """If another distribution has overwritten ``protocols``, return a message with a remedy, otherwise None."""
     is_there = PROTOCOLS.is_file()
     if is_there and b"asyncdist.protocols" in PROTOCOLS.read_bytes():
         return None

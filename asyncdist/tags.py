@@ -42,7 +42,7 @@ class TagRegistry:
         self._owners: dict[int, str] = {}
 
     def claim(self, tag: int, owner: str) -> None:
-        """Reserve ``tag`` for ``owner``, possibly again. Raise LocalProtocolError if the tag is not available."""
+        """Reserve ``tag`` for ``owner``, which may already have it. Raise LocalProtocolError if it is not available."""
         check_tag(tag)
         for first, last, purpose in _RESERVED:
             if first <= tag <= last:

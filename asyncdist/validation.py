@@ -28,7 +28,7 @@ from asyncdist.errors import AsyncdistError, LocalProtocolError
 
 P = ParamSpec("P")
 
-#: Oldest supported torch. A rank that joins late needs a function of torch.distributed's store that older versions
+#: Oldest supported torch. A rank that joins late needs a function of the torch.distributed store that older versions
 #: lack.
 TORCH_MIN: Final = (2, 8)
 #: Smallest float above zero.
@@ -210,7 +210,10 @@ def reading_state(of: str) -> Iterator[None]:
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
-    """Return ``value`` as an int >= ``least``, or raise ValueError. ``besides`` names other allowed values."""
+    """Return ``value`` as an int >= ``least``, or raise ValueError.
+
+    ``besides`` describes, for the error message, other values that the caller accepts.
+    """
     number = next(iter(whole_numbers((value,))), None)
     if number is None or number < least:
         refuse(name, value, f"an integer >= {least}{besides}")
@@ -278,8 +281,8 @@ def missing_library(what: str, library: str, extra: str) -> str:
 def optional_imports(what: str, libraries: Collection[str], extra: str) -> Iterator[None]:
     """Report how to install a library whose import fails in the ``with`` block.
 
-    A failed import of one of ``libraries`` raises a ModuleNotFoundError. It names the feature ``what`` and the extra of
-    asyncdist that installs the library. Other errors are raised unchanged.
+    A failed import of one of ``libraries`` raises a ModuleNotFoundError. Its message names the feature ``what`` and the
+    extra of asyncdist that installs the library. Other errors are raised unchanged.
     """
     try:
         yield
@@ -301,7 +304,7 @@ def main_function(main: Any, args: Sequence[Any]) -> None:
         raise TypeError(f"main must be a coroutine function (async def), got {what}{cure if callable(main) else ''}")
     try:
         signature = inspect.signature(main)
-    except ValueError:  # main has no signature, so only its call can raise an error
+    except ValueError:  # ``main`` has no signature, so only its call can raise an error
         return
     try:
         signature.bind(None, *args)
@@ -329,7 +332,7 @@ def _place_of(function: Any) -> str:
 
 
 def torch_problem(version: str) -> str | None:
-    """Return an error message with a remedy if this version of torch is too old, or None."""
+    """If this version of torch is too old, return an error message with a remedy, otherwise None."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) >= TORCH_MIN:
         return None

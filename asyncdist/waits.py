@@ -40,7 +40,7 @@ class WaitKind(enum.StrEnum):
     STREAM_SEND = "stream_send", "stream to rank {peer}, tag {tag}"
     STREAM_RECEIVE = "stream_receive", "stream from rank {peer}, tag {tag}"
     STREAM_RECEIVER = "stream_receiver", "rank {peer} to receive a stream"
-    USER_REQUEST = "user_request", "{name}"  # a request of mpi4py or torch that the program has started
+    USER_REQUEST = "user_request", "{name}"  # an mpi4py or torch request that the program has started
     # Only recordings and replays use the following kinds. The number counts a task's sends to one rank on one tag.
     MESSAGE_LEFT = "message_left", "send {number} to {peer}, tag {tag}"
     STREAM_LEFT = "stream_left", "stream {number} to {peer}, tag {tag}"
@@ -91,7 +91,7 @@ class WaitKind(enum.StrEnum):
     FINALIZE_MESSAGES = "finalize_messages", "the finalize messages of the other ranks"
     MAIN_END = "main_end", "the end of main"
     PEER_FAILURE = "peer_failure", "the failure of a peer"
-    STOPPED_MAIN = "stopped_main", "{name}"  # in a report, if the simulation ended while main waited
+    STOPPED_MAIN = "stopped_main", "{name}"  # in a report, if the simulation ended while ``main`` waited
 
     # -- asyncdist.functional, asyncdist.integrations ---------------------------------------------------------------
     EARLIER_WORK = "earlier_work", "the end of an earlier {name}"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def ranks_in_words(ranks: Collection[int], *, span_count_max: int | None = None) -> str:
-    """Return the names of ranks, like ``"ranks 0, 1, 5-9"``. After ``span_count_max`` ranges, count the other ranks."""
+    """Return ranks as text, such as ``"ranks 0, 1, 5-9"``. After ``span_count_max`` ranges, count the other ranks."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
@@ -20,7 +20,7 @@ def ranks_in_words(ranks: Collection[int], *, span_count_max: int | None = None)
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun, like ``"1 rank"`` or ``"2,000 ranks"``."""
+    """Return a count with its noun, such as ``"1 rank"`` or ``"2,000 ranks"``."""
     return f"{count:,} {noun}{'s'[: count != 1]}"
 
 
@@ -30,13 +30,13 @@ def has_or_have(things: Collection[object]) -> str:
 
 
 def ordinal(number: int) -> str:
-    """Return a number like ``"1st"``, ``"2nd"``, ``"3rd"`` or ``"11th"``."""
+    """Return a number as an English ordinal, such as ``"1st"``, ``"2nd"``, ``"3rd"`` or ``"11th"``."""
     ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Return a duration in a suitable unit, like ``"12 min"``, ``"61 s"``, ``"1.2 s"`` or ``"12.5 ms"``."""
+    """Return a duration in a suitable unit, such as ``"12 min"``, ``"61 s"``, ``"1.2 s"`` or ``"12.5 ms"``."""
     # The limits are those of the rounded numbers, because 999.7 with three digits is "1e+03".
     if seconds >= 599.5:
         return f"{seconds / 60:.0f} min"
@@ -48,7 +48,7 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def size_in_words(nbytes: float) -> str:
-    """Return a number of bytes in a suitable unit, like ``"2.5 MiB"``."""
+    """Return a number of bytes in a suitable unit, such as ``"2.5 MiB"``."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -2,8 +2,8 @@
 
 The members first agree on the start (:mod:`asyncdist.collectives.agreement.agreements`): one of them, the leader, sends
 all the others its decision, "go" or a refusal. After "go", a member that stopped would leave the others in a collective
-that never completes. A separate task therefore does the work, and only a failure of the job cancels this task. If the
-caller is cancelled, the effect depends on the progress of the start:
+that never completes. A separate task therefore does the work, and only a failure of the job cancels this task. The
+effect of cancelling the caller depends on how far the start has progressed:
 
 - Before this rank has joined the agreement, the caller and the work are cancelled, and the other members are notified.
 - Before the decision has arrived, this rank asks the leader to start without it. The caller is cancelled immediately
@@ -46,7 +46,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
-#: Place of a start in the order that is equal on all ranks: its number, ranks, subject and occurrence.
+#: Sort key of a start, in an order that is equal on all ranks: its number, ranks, subject and occurrence.
 _Place: TypeAlias = tuple[int, Runs, str, int]
 
 #: Seconds for which a rank polls for messages, without yielding to its loop, before a blocking call. An idle leader
@@ -84,7 +84,7 @@ class Start(Generic[T]):
     async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
         """Wait until all members agree to start.
 
-        The work must await this method first, and must then run to its end.
+        The coroutine that does the work must await this method first, and must then run to its end.
         """
         self._has_joined = True  # From now on, cancelling the caller no longer stops the work.
         agreed = await self._agreements.meet(self.meeting, values, on_late=self.on_timeout, **options)
@@ -142,10 +142,10 @@ class Start(Generic[T]):
             raise
 
     async def _give_up(self, task: asyncio.Task[None], *, is_held: bool) -> None:
-        if not self._outcome.cancelled():  # The work ended at the moment of the cancellation.
+        if not self._outcome.cancelled():  # The work ended just as the caller was cancelled.
             if self._outcome.exception() is None:
                 await self._give_back(self._outcome.result())
-        elif task.done():  # The start was refused at the moment of the cancellation.
+        elif task.done():  # The start was refused just as the caller was cancelled.
             return
         elif not self._has_joined:
             self._agreements.decline(self.meeting)

@@ -1,8 +1,8 @@
 """Checks, in simulations only, that all members of a group make the same collective calls.
 
 Members must call their group's collectives in one order, with equal root, reduction, shape and dtype (MPI-4.1 section
-6.1). Otherwise messages are matched wrongly or never. In a simulation, all ranks share a process. Between processes,
-this check would take an additional message per collective.
+6.1). If they do not, messages are matched wrongly or never. In a simulation, all ranks share a process. Between
+processes, this check would take an additional message per collective.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 All members must await the same collectives in the same order, with tensors of equal shape and dtype. Tensors are dense,
 of any dtype, layout and device. They are sent as bytes through CPU memory.
 
-If the backend has native collectives, these are started nonblocking and polled (MPI-4.1 section 6.12). Otherwise,
-collectives consist of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions by messages run in
-rank order, so their results do not depend on timing. Native reductions run in the backend's order.
+If the backend has native collectives, these are started as nonblocking operations and polled (MPI-4.1 section 6.12).
+Otherwise, collectives consist of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions by messages
+run in rank order, so their results do not depend on timing. Native reductions run in the backend's order.
 
 If a member leaves the world or frees the group before it has started a collective, the other members get ClosedError,
-even while they wait (:mod:`asyncdist.collectives.membership`). The loss of a member ends all collectives of its groups
-with RankLostError. A simulation detects mismatched calls (:mod:`asyncdist.collectives.call_checker`). Between
+even while they are waiting (:mod:`asyncdist.collectives.membership`). The loss of a member ends all collectives of its
+groups with RankLostError. A simulation detects mismatched calls (:mod:`asyncdist.collectives.call_checker`). Between
 processes, only operations that exchange headers (:mod:`asyncdist.collectives.error_exchange`) detect mismatches.
 
 **Cancellation**: a cancelled collective continues in the background until it completes, because the other members take
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """Runs the collectives of one rank. Arguments that are ranks are world ranks.
+    """Runs the collectives of one rank. Ranks passed as arguments are ranks in the world.
 
     Args:
         membership: Record of the collectives in which each member takes part, or None inside a sequence of collectives,
@@ -106,7 +106,7 @@ class Collectives:
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
-        """Return every member's tensor, in the group's order, on ``root``, or None on other ranks."""
+        """On ``root``, return every member's tensor in the group's order. On other ranks, return None."""
         root, position = _root_of(group, root)
         check_dense(tensor)
         self._note(group, "gather", tensor, root)
@@ -174,7 +174,7 @@ class Collectives:
         return await map_shared_buffers(bucket.memory, group, lambda card: self.all_gather(card, group))
 
     async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Reduction) -> torch.Tensor:
-        """Return the reduction of all members' tensors in rank order. Each member computes a share of it.
+        """Return the reduction of all members' tensors in rank order. Each member computes a part of it.
 
         A native reduction would run in an order that depends on the backend's version and on the size.
 
@@ -247,7 +247,7 @@ class Collectives:
     async def gather_bytes(
         self, send: torch.Tensor, sizes: Sequence[int], group: Group, root: int
     ) -> torch.Tensor | None:
-        """Return all members' bytes, of the given sizes, in the group's order, on ``root``, or None on other ranks."""
+        """On ``root``, return all members' bytes, of the given sizes, in the group's order. Elsewhere, return None."""
         root, position = _root_of(group, root)
         if send.nbytes != sizes[group.index]:
             raise LocalProtocolError(
@@ -265,7 +265,7 @@ class Collectives:
         return receive
 
     def is_busy(self, group: Group) -> bool:
-        """Return whether a collective of the group is in progress on this rank, or waits for an earlier collective."""
+        """Return whether a collective of the group is in progress on this rank or waiting for an earlier one."""
         assert self._membership is not None, "a sequence is itself in progress"
         return group.tag in self._newest or self._membership.is_under_way(group)
 
@@ -365,7 +365,7 @@ class Collectives:
             waiter.result()
         finally:
             engine.collective_waits.discard(waiter)
-            waiter.cancel()  # Otherwise asyncio would report that the exception was never retrieved.
+            waiter.cancel()  # Without this call, asyncio would report that the exception was never retrieved.
 
     async def _started(self, start: Callable[[], Request], what: WaitId) -> None:
         await self._engine.wait_or_disown(start(), what)

@@ -60,7 +60,7 @@ class LocalResult:
     error: BaseException | None = None
 
     def raise_if_cancelled(self) -> None:
-        """Raise the error if it is a cancellation of the current task, and not one that the computation raised."""
+        """Raise the error if it is a CancelledError because the current task is being cancelled."""
         task = asyncio.current_task()
         if isinstance(self.error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise self.error
@@ -68,7 +68,7 @@ class LocalResult:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """Message with which a member of a group describes the result of its computation: a value, an exception or nothing.
+    """Message that describes the result of a member's computation: a value, an exception or nothing.
 
     Attributes:
         status: 0 for no result, 1 for a value, 2 for an exception.

@@ -32,7 +32,7 @@ _Key: TypeAlias = tuple[Runs, int]
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Message with which a member notifies the others that it has freed a group.
+    """Notifies the other members that the sender has freed a group.
 
     Attributes:
         serial: Serial number of the group among the groups of the same ranks.

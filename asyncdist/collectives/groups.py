@@ -49,7 +49,7 @@ class Group:
     Attributes:
         ranks: Ranks of the members in the world.
         index: Index of this rank in ``ranks``, or -1 if this rank is not a member and may only read ``ranks``.
-        tag: Tag of the messages of collectives that are made of messages.
+        tag: Tag of the messages that the group's collectives send.
         native: Native communicator of the backend, or None.
     """
 

@@ -57,7 +57,7 @@ class MembershipLog:
     def begin(self, group: Group) -> int:
         """Count a collective that is about to start, and return its number in the group.
 
-        Raise ClosedError if it cannot start.
+        Raise ClosedError if the collective cannot start.
         """
         check_open(group)
         if self._has_left:
@@ -68,7 +68,7 @@ class MembershipLog:
         return self._started[group.tag]
 
     def leave(self) -> None:
-        """Refuse further collectives, because this rank leaves. The result of :meth:`started` is final from now on."""
+        """Refuse further collectives, because this rank is leaving. The result of :meth:`started` is now final."""
         self._has_left = True
 
     def started(self) -> tuple[tuple[int, int], ...]:
@@ -139,7 +139,7 @@ class MembershipLog:
     def started_before_leaving(self, group: Group, rank: int) -> int | None:
         """Return how many collectives of the group ``rank`` had started when it left.
 
-        Return None if it is present or lost.
+        Return None if the rank is present or lost.
         """
         if self.has_lost(group, rank):
             return None

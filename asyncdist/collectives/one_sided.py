@@ -7,7 +7,7 @@ It gets the complete version or an :class:`OutdatedError`.
 - If the transport has one-sided reads and all members are on one host, slots and records are in memory that all members
   map (:mod:`asyncdist.host_memory.shared_memory`). Before the owner changes a slot, it writes the number of the new
   version. A reader copies a slot, and then checks that the owner has not begun version k + 2. This is a sequence lock
-  (Lameter 2005) over two buffers. It works while the owner computes and after it has left.
+  (Lameter 2005) over two buffers. It works even while the owner is computing and after it has left.
 - Otherwise, the owner answers reads with messages whenever its main task awaits: with a stream of the version, or with
   an abort (:mod:`asyncdist.messaging.streams`). While a slot is being streamed, the owner does not write a new version
   into it. In small groups, an owner sends its records to all members. In large groups, readers ask for them
@@ -54,8 +54,8 @@ Take: TypeAlias = Callable[[int], None]
 #: records.
 NOTIFIED_COUNT_MAX: Final = 32
 
-#: A restarted rank's version numbers begin at its number of restarts times the first constant. The second constant
-#: limits this factor, so that the numbers fit into 32 bits.
+#: A restarted rank's version numbers start at its number of restarts times the first constant. The second constant
+#: limits the number of restarts used, so that version numbers fit into 32 bits.
 _VERSION_COUNT: Final = 1_000_000
 _INCARNATION_COUNT: Final = 4000
 
@@ -64,7 +64,7 @@ _SUBJECT: Final = "new window"
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Message with which a rank notifies the other members that it no longer publishes any version of its state."""
+    """Notifies the other members that the sender no longer publishes any version of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class VersionedWindow(abc.ABC):
 
 
 def maps_windows(services: Services) -> bool:
-    """Return whether ranks of one host map each other's windows.
+    """Return whether ranks on one host map each other's windows.
 
     If so, all ranks open a window together. No rank opens it later, because such transports do not restart ranks.
     """
@@ -176,7 +176,7 @@ async def open_versioned_window(
             await start.agree({}, timeout_s=timeout_s)
             return await _map_memories(services, group, _SharedWindow.window_nbytes(nbytes), scope)
 
-        # Each window's agreement has its own name, because tasks may open windows of the same ranks in any order.
+        # Each window's agreement has its own name, because tasks may open windows for the same ranks in any order.
         subject = f"{_SUBJECT} {scope:x}"
         try:
             memories = await start_together(services, agreements, group.ranks, subject, make, _drop, name=_SUBJECT)
@@ -349,7 +349,7 @@ class StreamedWindow(VersionedWindow):
         nbytes: Size of one version in bytes.
         scope: Number that identifies the window's messages, equal on all ranks.
         is_followed: Whether the caller adds and removes members, and notifies them of the window's end.
-        is_newcomer: Whether this rank opens the window later than the others. If so, it begins without other members.
+        is_newcomer: Whether this rank opens the window later than the others. If so, it starts without other members.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Message with which a rank asks another rank for the record of the newest version that it has published."""
+    """Asks another rank for the record of the newest version that it has published."""
 
     window: int
     number: int

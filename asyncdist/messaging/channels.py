@@ -29,7 +29,8 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.channels")
 
-#: Number of times that ``receive`` tests for messages before it yields to the loop. A reply often arrives in this time.
+#: Number of times that ``receive`` tests for messages before it yields to the loop. A reply often arrives during these
+#: tests.
 HOT_TEST_COUNT: Final = 100
 #: Seconds during which the last messages of a lost sender may still arrive.
 LAST_MESSAGES_S: Final = 1.0
@@ -77,7 +78,7 @@ class Channel(Generic[MessageT]):
         self._engine = demultiplexer.engine
         self._capacity = capacity
         self._sending_count = 0
-        self.dropped_count = 0  # user messages that arrived after main had returned
+        self.dropped_count = 0  # user messages that arrived after ``main`` had returned
         self.inbox = self._new_inbox(capacity, handler=handler, overflow=overflow)
         self._earlier_inbox = (
             None if earlier_handler is None else self._new_inbox(capacity, handler=earlier_handler, overflow="error")
@@ -88,7 +89,7 @@ class Channel(Generic[MessageT]):
             demultiplexer.engine,
             tag=demultiplexer.tag,
             name=name,
-            # Other ranks expect that the sequence numbers of an earlier channel with this scope are continued.
+            # Other ranks expect the sequence numbers of an earlier channel with this scope to continue.
             sequence=demultiplexer.sent_count,
             contacts=demultiplexer.sent_to if counts_contacts else set(),
             flow=demultiplexer.flow,
@@ -132,8 +133,9 @@ class Channel(Generic[MessageT]):
         Raises:
             LocalProtocolError: ``message`` is not of the channel's types or too large, or ``dest`` is not a rank.
             BusyError: The number of sends in progress has reached the channel's capacity.
-            ClosedError: The channel is closed, or main has returned on ``dest``, which no longer receives. Messages
-                sent before this rank was notified of the return are dropped and counted on ``dest``.
+            ClosedError: The channel is closed, or ``main`` has returned on ``dest``, which therefore receives no
+                further messages. Messages sent before this rank was notified of the return are dropped and counted on
+                ``dest``.
             RankLostError: ``dest`` is lost. After the job has failed in another way, a send may return normally, but
                 its message is lost. Receives then raise the failure.
         """
@@ -154,8 +156,8 @@ class Channel(Generic[MessageT]):
         """Send a message, and wait until it has left this rank. A large message leaves only when ``dest`` receives it.
 
         So does a small message if ``dest`` has not yet received 1024 earlier messages on this tag, or has not opened
-        the channel. ``dest`` must be able to receive without this rank. It cannot, for example, while it waits for this
-        rank in a collective.
+        the channel. ``dest`` must be able to receive without this rank. It cannot, for example, while it is waiting for
+        this rank in a collective.
 
         The arguments and the errors, except BusyError, are the same as for :meth:`send_nowait`.
 
@@ -177,8 +179,8 @@ class Channel(Generic[MessageT]):
     async def _wait_until_left(self, request: Request | HeldSend | None, dest: int) -> bool:
         """Wait until a message has left this rank. Return whether the task has waited.
 
-        Without a request, the message has already left. The task then waits only in a replay, if it waited in the
-        recorded run.
+        If ``request`` is None, the message has already left. The task then waits only in a replay of a run in which it
+        had to wait.
         """
         engine, tag = self._engine, self.demultiplexer.tag
         name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
@@ -317,7 +319,7 @@ class Channel(Generic[MessageT]):
         self.demultiplexer.route_to(self)
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
-        """Decode a message from the time of an earlier coordinator, and pass it to the ``earlier_handler``, if any."""
+        """Decode a message sent under an earlier coordinator, and pass it to the ``earlier_handler``, if any."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self.codec.decoders[kind], frame, source)
 
@@ -396,7 +398,7 @@ class Channel(Generic[MessageT]):
         """Send a message like :meth:`send_nowait`, even on a closed channel, for its function ``afterwards``.
 
         Raises:
-            ClosedError: The channel is closed, and a new one has its scope, whose messages are numbered onwards.
+            ClosedError: The channel is closed, and a newer channel with the same scope continues its sequence numbers.
         """
         was_closed = self._outbox.is_closed
         if not any(channel.scope == self.scope for channel in self.demultiplexer.channels()):
@@ -413,7 +415,7 @@ class Channel(Generic[MessageT]):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a task of the user's program waits for a message."""
+        """Whether a task of the user's program is waiting for a message."""
         return bool(self.inbox.waiters) and self.overflow == "stall"
 
     @property
@@ -423,7 +425,7 @@ class Channel(Generic[MessageT]):
 
     @property
     def unread_count(self) -> int:
-        """Number of messages that no task has received, including those dropped after main had returned."""
+        """Number of messages that no task has received, including those dropped after ``main`` had returned."""
         return len(self.inbox.mailbox) + self.dropped_count
 
     @property
@@ -432,7 +434,7 @@ class Channel(Generic[MessageT]):
         return self._outbox.sent_count
 
     def statistics(self) -> ChannelStatistics:
-        """Return the numbers of messages sent, received, waiting and being sent since the channel was opened."""
+        """Return the numbers of messages sent and received since the opening, in the mailbox, and being sent."""
         return ChannelStatistics(
             sent_count=self.sent_count,
             received_count=self.inbox.received_count,

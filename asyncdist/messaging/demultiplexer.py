@@ -5,7 +5,8 @@ channel. Frames for channels or epochs that are not open yet are kept, up to a m
 channels, and invalid frames, are dropped, counted by reason, and logged once per peer. They raise no exception on this
 rank.
 
-After main has returned, a rank drops and counts messages on the user's channels, so that no sender waits for this rank.
+After ``main`` has returned, a rank drops and counts messages on the user's channels, so that no sender waits for this
+rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from asyncdist.waits import WaitId, WaitKind
 from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
-# The name of an earlier module, which users' filters of these warnings contain.
+# The name of a former module, kept because users' filters for these warnings contain it.
 logger_of_early_frames = logging.getLogger("asyncdist.messaging.early_frames")
 
 #: Maximum number of closed channels per tag that still answer other ranks. The oldest ones are removed, so that a long
@@ -41,13 +42,13 @@ ANSWERING_COUNT_MAX: Final = 64
 CLOSED_SCOPE_COUNT_MAX: Final = 4096
 #: Maximum number of frames kept for unopened channels, per tag.
 EARLY_FRAME_COUNT_MAX: Final = 1024
-#: Seconds until a warning about kept messages is logged, if a task waits on a different channel of the tag.
+#: Seconds after which a warning about kept messages is logged if a task is waiting on a different channel of the tag.
 EARLY_PATIENCE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """Numbers of a channel's messages: sent and received since it was opened, in its mailbox, and being sent."""
+    """Counts of a channel's messages: sent and received since it was opened, in its mailbox, and being sent."""
 
     sent_count: int
     received_count: int
@@ -68,7 +69,7 @@ class ReceivingChannel(Protocol):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a task of the user's program waits for a message."""
+        """Whether a task of the user's program is waiting for a message."""
 
     @property
     def unread_count(self) -> int:
@@ -91,7 +92,7 @@ class ReceivingChannel(Protocol):
         """Expect new sequence numbers from the new process of ``rank``."""
 
     def statistics(self) -> ChannelStatistics:
-        """Return the numbers of messages sent, received, waiting and being sent."""
+        """Return the numbers of messages sent, received, in the mailbox and being sent."""
 
 
 class EarlyFrames:
@@ -141,7 +142,7 @@ class EarlyFrames:
         return count
 
     def watch(self) -> None:
-        """Schedule a warning about messages for unopened channels if a task waits on another channel of this tag."""
+        """Schedule a warning about messages for unopened channels if a task is waiting on another channel."""
         is_news = self._timer is None and not self.counts.keys() <= self._warned_of
         if is_news and self._awaited():
             self._timer = self._loop.call_later(EARLY_PATIENCE_S, self._warn)
@@ -155,7 +156,7 @@ class EarlyFrames:
             logger_of_early_frames.warning(text, names, EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
-        """Describe the messages that wait for unopened channels. Return "" if there are none."""
+        """Describe the stored messages for unopened channels. Return "" if there are none."""
         count, ranks = len(self._frames), sorted(self.counts)
         if not count:
             return ""
@@ -186,15 +187,15 @@ class TagDemultiplexer:
             makes the senders wait.
         sent_to: Set to which the receivers of messages are added.
         received_from: Set to which the senders of received messages are added.
-        openers: For each scope whose channel opens at its first use, the function that opens it. All of them are called
-            if too many frames for unopened channels arrive.
+        openers: Functions that open the channels that open on first use, by scope. All of them are called if too many
+            frames for unopened channels arrive.
 
     Attributes:
         is_users: Whether the channels belong to the user's program.
         dropped: Number of dropped frames, by reason.
         drop_examples: Description of the last dropped frame, by reason.
         under_way_count: Number of sent messages that have not left this rank yet.
-        slow_dests: Ranks to which a message did not leave immediately.
+        slow_dests: Destinations of messages that did not leave immediately.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class TagDemultiplexer:
         self.under_way_count = 0
         self.slow_dests: set[int] = set()
         self._has_left = False
-        self._never_opened_count = 0  # frames for unopened channels that arrived after main had returned
+        self._never_opened_count = 0  # frames for unopened channels that arrived after ``main`` had returned
         self._channels: dict[int, ReceivingChannel] = {}
         # Closed channels that still answer, by scope and epoch, oldest first. The scopes are also ordered oldest first.
         self._answering: dict[tuple[int, int], ReceivingChannel] = {}
@@ -280,7 +281,7 @@ class TagDemultiplexer:
         return False
 
     def _unopened(self) -> list[Callable[[], object]]:
-        """Return the functions that open the channels that open at their first use and have not been opened yet."""
+        """Return the functions of :attr:`openers` whose channels have not been opened yet."""
         opened = self._channels, self._closed_scopes
         return [call for scope, call in self._openers.items() if not any(scope in scopes for scopes in opened)]
 
@@ -299,7 +300,7 @@ class TagDemultiplexer:
             channel.dropped_count += 1
 
     def leave(self) -> None:
-        """Drop all later messages for the user's channels, because main has returned on this rank."""
+        """Drop all later messages for the user's channels, because ``main`` has returned on this rank."""
         if self.is_users:
             self._has_left = True
             for scope in self._channels:
@@ -307,7 +308,7 @@ class TagDemultiplexer:
             self.receiver.resume(self.receiver.stalled_on)
 
     def on_left(self, ranks: RankSet) -> list[int]:
-        """Record that main has returned on ``ranks``. Return the ranks to which messages may still be in transit."""
+        """Record that ``main`` has returned on ``ranks``. Return the ranks to which messages may be in transit."""
         for channel in self._channels.values():
             channel.on_left()
         return sorted(rank for rank in self.slow_dests if rank in ranks) if self.is_users else []
@@ -430,5 +431,5 @@ class TagDemultiplexer:
 
     @property
     def early_count(self) -> int:
-        """Number of messages for unopened channels, including those dropped after main had returned."""
+        """Number of messages for unopened channels, including those dropped after ``main`` had returned."""
         return len(self.early) + self._never_opened_count

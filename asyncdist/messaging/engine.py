@@ -1,6 +1,6 @@
 """Progress engine of one rank: completes the transport's requests while coroutines wait for them.
 
-The engine stores every request and its buffer until the request has completed, even if no task waits for it. Each
+The engine stores every request and its buffer until the request has completed, even if no task is waiting for it. Each
 *pass* tests all outstanding requests (:mod:`asyncdist.messaging.polling`). This module has the methods that coroutines
 call.
 
@@ -78,7 +78,7 @@ def yield_to_loop() -> Generator[None, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Numbers of an engine's polling passes and completed requests, and of its outstanding requests."""
+    """Counts of an engine's polling passes, completed requests and outstanding requests."""
 
     pass_count: int
     completion_count: int
@@ -113,7 +113,7 @@ class Engine(Poller):
         self.virtual_clock: VirtualClock | None = None
         self.clock = clock_of(loop)
         self.turn = self.woken_count = 0
-        self.serves_blocking_code = False  # whether the loop runs only during the calls of code without a loop
+        self.serves_blocking_code = False  # whether the loop runs only during calls from code that has no event loop
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[AbandonedReceive]] = {}
         self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
@@ -132,7 +132,7 @@ class Engine(Poller):
                 one yield.
 
         Raises:
-            BaseException: The error with which the job has failed, if any.
+            BaseException: The error that has ended the job, if any.
         """
         if self.virtual_clock is not None:
             await self.virtual_clock.before_safe_point()
@@ -280,7 +280,7 @@ class Engine(Poller):
             operation.request.cancel()
             self.wake()
         elif operation.error is None or isinstance(operation.error, TruncationError):
-            entry.resolved = True  # The message arrived at the moment of the cancellation.
+            entry.resolved = True  # The message arrived just as the caller was cancelled.
             entry.error = operation.error
             stash.append(entry)
 
@@ -296,7 +296,7 @@ class Engine(Poller):
         return asyncio.Future(loop=self.loop)  # ``loop.create_future`` may return a class that is slower.
 
     def awaited(self, waiter: Any) -> WaitId | None:
-        """Return the identity of a task's wait for the future ``waiter``, or None if no task of this rank waits."""
+        """Return the identity of a task's wait for the future ``waiter``, or None if no task of this rank awaits it."""
         found = self._waiters.get(waiter)
         return None if found is None else found[0]
 
@@ -306,7 +306,7 @@ class Engine(Poller):
         return peers() if peers is not None else () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
-        """Return the seconds that a task has waited for the future ``waiter``, or None if no task of this rank does."""
+        """Return the seconds that a task has been waiting for the future ``waiter``, or None if no task is waiting."""
         found = self._waiters.get(waiter)
         return None if found is None else self.loop.time() - found[1]
 
@@ -495,7 +495,7 @@ class Engine(Poller):
     async def settled_by(
         self, task: asyncio.Task[Any], future: asyncio.Future[T], what: WaitId | None = None, *, counts: bool = True
     ) -> T:
-        """Return the result of ``future``, which ``task`` completes. Reports say that the caller waits for ``task``."""
+        """Return the result of ``future``, which ``task`` completes. In reports, the caller is waiting for ``task``."""
         self._settlers[future] = task
         began_at = None if self.on_waited is None else self.loop.time()
         try:
@@ -527,12 +527,12 @@ class Engine(Poller):
         return None
 
     async def repeat_held(self, kind: WaitKind, dest: int, tag: int) -> None:
-        """In a replay, wait as long as the recorded send if that was held back until ``dest`` was lost."""
+        """In a replay, if the recorded send was held back until ``dest`` was lost, wait as long as it did."""
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
         """Return whether the recorded send had to wait.
 
-        In a replay, wait as long, and fail if the recorded send failed.
+        In a replay, wait as long as the recorded send did, and fail if it failed.
         """
         del what, dest
         return False
@@ -570,7 +570,7 @@ class Engine(Poller):
 
     @property
     def waiter_count(self) -> int:
-        """Number of tasks that wait for a request, a message or a condition."""
+        """Number of tasks that are waiting for a request, a message or a condition."""
         return len(self._waiters)
 
     def outstanding(self, spoiled_tags: Collection[int] = ()) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ _UNLIMITED: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Message that allows its receiver to send half a window of further messages on ``tag``."""
+    """Allows the receiver of this message to send half a window of further messages on ``tag``."""
 
     tag: int
 
@@ -59,7 +59,7 @@ class HeldSend:
         self._name = name
 
     def start(self) -> bool:
-        """Start to send the message. If that fails, call ``on_left`` with the error and return False."""
+        """Start sending the message. If that fails, call ``on_left`` with the error and return False."""
         try:
             request = self._engine.transport.start_send(self._frame, self._dest, self._tag)
         except AsyncdistError as error:
@@ -78,7 +78,7 @@ class Lane:
 
     Attributes:
         room: Number of messages that this rank may send to the other rank without a further credit.
-        held: Messages to the other rank that wait for a credit, in order.
+        held: Messages to the other rank that are waiting for a credit, in order.
         uncredited: Number of messages received from the other rank since this rank last sent it a credit.
     """
 
@@ -173,6 +173,6 @@ class TagFlow:
             message.on_left(error)
 
     def on_connected(self, rank: int) -> None:
-        """Start with a full window of messages to ``rank``, to which this restarted rank has just connected."""
+        """Allow a full window of messages to ``rank``, to which this restarted rank has just connected."""
         if rank in self.lanes:
             self.lanes[rank].room = self._window

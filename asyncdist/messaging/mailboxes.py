@@ -110,7 +110,7 @@ class Outbox:
         self.is_closed = False
 
     def post(self, message: Any, dest: int, round: int) -> Request | HeldSend | None:
-        """Check a message and start to send it. Return the request, or None if the message has already left.
+        """Check a message and start sending it. Return the request, or None if the message has already left.
 
         If flow control does not allow another message to the receiver, return a :class:`HeldSend` instead.
         """
@@ -398,7 +398,7 @@ class FrameReceiver(Pollable):
     Attributes:
         routes: Stamp (job and epoch), inbox and decoders of each channel that receives on the tag, by its scope.
         stalled_on: Full inbox that prevents the tag from receiving. This object if ``on_unrouted`` has stopped the tag.
-            None while the tag receives.
+            None while the tag is receiving.
         received_late_count: Number of messages that tasks took from closed inboxes.
     """
 
@@ -439,7 +439,7 @@ class FrameReceiver(Pollable):
     def deliver_up_to(self, count_max: int) -> int:
         """Deliver up to ``count_max`` arrived messages, and return their number. Invalid messages are dropped.
 
-        After the last message, the next poll posts the receive, so that the task that waits for the message runs
+        After the last message, the next poll posts the receive, so that the task that is waiting for the message runs
         earlier.
         """
         if self.stalled_on is not None:
@@ -512,7 +512,7 @@ class FrameReceiver(Pollable):
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """Resume receiving if ``full`` had stopped it. ``full`` has room again or was closed."""
+        """Resume receiving if it was stopped by the inbox ``full``, which has room again or was closed."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self.engine.ring()

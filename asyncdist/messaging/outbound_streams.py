@@ -39,7 +39,7 @@ class OutboundStream(StreamEnd):
         self.is_stopping = self._aborted = False
         self.under_way_count = 0
         self.sent_nbytes = 0
-        self._told: WaitId | None = None  # identity of the wait for the stream's end, None without recording
+        self._told: WaitId | None = None  # identity of the wait for the stream's end, or None if it is not recorded
 
     @property
     def has_left(self) -> bool:
@@ -121,7 +121,7 @@ class OutboundStream(StreamEnd):
             self._posting = False
 
     def send_last(self, count: memoryview, chunks: Sequence[memoryview]) -> None:
-        """Send ``count``, a message that is not part of the tensor, and then the last chunks of an open stream."""
+        """Send ``count`` (a message that is not part of the tensor), and then the last chunks of an open stream."""
         self._count = count
         self.send_more([count, *chunks], is_last=True)
 

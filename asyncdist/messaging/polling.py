@@ -17,7 +17,7 @@ ASLEEP    after 50 ms if a ring may be  HOT on a completion, a new wait, or a ri
 ========  ============================  =======================================================================
 
 A *ring* is a call of :meth:`Poller.ring` because a message has arrived. Some transports ring (``Capabilities.wakes``).
-MPI cannot, but it has a doorbell (:mod:`asyncdist.transports.doorbell`), by which other ranks of the host ring in the
+MPI cannot, but it has a doorbell (:mod:`asyncdist.transports.doorbell`), by which other ranks on the host ring in the
 states IDLE and ASLEEP. The driver is then ASLEEP instead of IDLE if no request is outstanding and all ranks of the
 world can ring. It skips WARM, and sometimes HOT. If a ring wakes the driver just after it has polled in vain and has
 gone to sleep, its polling probably kept the sender from a busy core. It then sleeps immediately in the next waits.
@@ -47,14 +47,14 @@ from asyncdist.transports.loop_work import LoopWork, find_work
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
-#: Seconds without a completion before the driver begins to sleep between passes of a transfer. They are about the time
+#: Seconds without a completion before the driver starts sleeping between passes of a transfer. They are about the time
 #: to send 16 MiB. A 20 us sleep takes 50 to 100 us on common kernels, and the caches take as long again to become warm.
 TRANSFER_HOT_S: Final = 0.004
 #: Number of passes without a completion after which the driver is IDLE if only sends of small messages are outstanding.
-#: MPI takes a small message at once unless the receiver has not looked for messages for a while.
+#: MPI accepts a small message at once unless the receiver has not looked for messages for a while.
 SMALL_SEND_PASS_COUNT: Final = 5
-#: Number of passes without a completion after which a waiting rank lets another process use its core once. Linux may
-#: wake a rank that this rank has just rung on this core, and then runs it only when the core is free.
+#: Number of passes without a completion after which a waiting rank lets another process use its core once. When this
+#: rank rings another rank, Linux may wake that rank on this core, and then runs it only once the core is free.
 YIELD_PASS_COUNT: Final = 2
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
@@ -165,7 +165,7 @@ class AbandonedReceive:
 
 
 class Poller:
-    """Tests the outstanding requests of one rank, and wakes the tasks that wait for them.
+    """Tests the outstanding requests of one rank, and wakes the tasks that are waiting for them.
 
     Attributes:
         loop_work: Detector of work on the loop. None before the start, and for unknown kinds of loops, such as a
@@ -191,7 +191,7 @@ class Poller:
         self._completion_count = 0
         self._request_count = 0  # number of completions other than messages delivered to channels
         self._transferred_at = 0.0
-        # State of the driver, which makes the polling passes while tasks wait:
+        # State of the driver, which makes the polling passes while tasks are waiting:
         self._handle: asyncio.Handle | None = None
         self._take_tick = self._tick  # stored, because self._tick would create a bound method for each tick
         self._quiet_tick_count = 0
@@ -205,9 +205,9 @@ class Poller:
         self._has_threads = transport.capabilities.rings_from_threads
         transport.set_arrival_callback(self._ring_from_a_thread if self._has_threads else self.ring)
         self._bell: Doorbell | None = None if self._wakes else transport.doorbell
-        self._has_spun = False  # whether the driver had spun in vain before it last went to sleep
+        self._has_spun = False  # whether the driver had polled in vain before it last went to sleep
         self._slept_at = 0.0
-        self._unspun_count = 0  # number of the next waits without spinning
+        self._unspun_count = 0  # number of subsequent waits that begin without polling
         self._unspun_count_max = UNSPUN_COUNT_MIN
 
     # -- passes -----------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ class Poller:
             if self.loop_work is not None:
                 # A ring does not count as work on the loop, because safe_point makes the polling pass itself.
                 self.loop_work.spare(bell.fileno())
-        except NotImplementedError:  # The loop is not of asyncio or uvloop.
+        except NotImplementedError:  # The loop is neither asyncio's nor uvloop's.
             bell.withdraw()
             self._bell = None
 
@@ -428,7 +428,7 @@ class Poller:
         self.wake()
 
     def _ring_from_a_thread(self) -> None:
-        with contextlib.suppress(RuntimeError):  # Raised if the loop is closed. No task waits then.
+        with contextlib.suppress(RuntimeError):  # Raised if the loop is closed. Then no task is waiting.
             self.loop.call_soon_threadsafe(self._poll_on_ring, context=self._context)
 
     def _poll_on_ring(self) -> None:
@@ -443,7 +443,7 @@ class Poller:
         self._tick()
 
     def wake(self) -> None:
-        """Make polling passes at the highest rate, because a task waits or a message has arrived."""
+        """Make polling passes at the highest rate, because a task is waiting or a message has arrived."""
         self._quiet_tick_count = 0
         if self._state is _ASLEEP or self._state is _IDLE:
             if self._handle is not None:

@@ -38,9 +38,9 @@ PROTOCOL_CAPACITY: Final = 4096
 
 
 def event_clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the clock of events. In a simulation, where many reads of the loop's clock take time, its reads are free.
+    """Return the clock for events. Reading it takes no virtual time, unlike many reads of a simulated loop's clock.
 
-    A recorded simulation, which reads this clock more often, is therefore the same run.
+    A recorded simulation reads this clock more often, and is therefore the same run as an unrecorded one.
     """
     clock: Callable[[], float] | None = getattr(loop, "event_time", None)
     return clock_of(loop) if clock is None else clock
@@ -48,7 +48,7 @@ def event_clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
 
 @dataclass(frozen=True, slots=True)
 class ChannelTotals:
-    """Numbers of messages sent, received and dropped on all channels of a rank."""
+    """Counts of the messages sent, received and dropped on all channels of a rank."""
 
     sent_count: int
     received_count: int
@@ -86,7 +86,7 @@ class Services:
         gone: Ranks that have left or are lost.
         restarted: Number of restarts of each rank that was restarted after this rank was connected to it. Protocols
             that do not admit restarted ranks treat these ranks as lost.
-        left: Ranks that have stopped, because main has returned on them or after the failure of a rank.
+        left: Ranks that have stopped, because ``main`` has returned on them or because a rank has failed.
         sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
         received_from: Ranks from which messages on channels with ``counts_contacts`` have arrived.
         progress_probes: Thread-safe functions that return the progress of a policy as a
@@ -96,11 +96,11 @@ class Services:
         read_nbytes: Number of bytes read from the memory of other ranks.
         waited_s: Total seconds that the user's tasks have waited since :meth:`count_waits` was called.
         end_recording: Function that ends this rank's recording as if its process had died. Its arguments are the
-            identity of main's wait, or None if it need not be recorded, and the wait's duration in seconds.
+            identity of ``main``'s wait, or None if it need not be recorded, and the wait's duration in seconds.
         reports_in_turn: Whether this rank replays a rank that had its own process. Such a rank delays its failure
             report, because a lower rank may report the same failure.
         leftover_probes: Functions that describe a protocol's unreleased resources, called at the end of the rank.
-        openers: For each scope on ``tags.PARAM`` whose channel opens at its first use, the function that opens it.
+        openers: Functions that open the channels on ``tags.PARAM`` that open on first use, by scope.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
@@ -134,7 +134,7 @@ class Services:
         self._loop = loop
         self.nonce = nonce
         self.job = f"{nonce & 0xFFFFFFFF:08x}"
-        self._returned = RankSet()  # ranks whose main has returned
+        self._returned = RankSet()  # ranks whose ``main`` has returned
         self._demultiplexers: dict[int, TagDemultiplexer] = {}
         self._credits: Channel[Credit] | None = None  # opened with the first channel of the user's program
         self._tags = tags.TagRegistry()
@@ -227,7 +227,7 @@ class Services:
         return channel
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
-        """Return an error if all other ranks have left or are lost, and at least one is lost, otherwise None."""
+        """If all other ranks have left or are lost, and at least one is lost, return an error, otherwise None."""
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
@@ -300,7 +300,7 @@ class Services:
     # -- tasks ------------------------------------------------------------------------------------------------------
 
     def spawn_service(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a background task. The rank awaits it after main has returned, and cancels it after a failure."""
+        """Start a background task. The rank awaits it after ``main`` has returned, and cancels it after a failure."""
         task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -317,7 +317,7 @@ class Services:
         self.engine.recheck()
 
     def on_defect(self, listener: Callable[[BaseException], None]) -> None:
-        """Call ``listener(error)`` if a service task fails. No task awaits service tasks to receive their errors."""
+        """Call ``listener(error)`` if a service task fails, because no task awaits service tasks."""
         self._defect_listeners.append(listener)
 
     def count_waits(self, on_waited: Callable[[WaitId, float], None] | None = None) -> None:
@@ -395,7 +395,7 @@ class Services:
         for demultiplexer in self._demultiplexers.values():
             if demultiplexer.is_users:
                 demultiplexer.on_gone(ranks)
-        self.engine.recheck()  # Tasks may wait for changes that the listeners have made.
+        self.engine.recheck()  # Tasks may be waiting for changes that the listeners have made.
 
     def note_restarted(self, rank: int, incarnation: int) -> None:
         """Record a restart of ``rank``, and drop the undelivered messages of its previous process.
@@ -420,7 +420,7 @@ class Services:
         self.engine.recheck()
 
     def note_returned(self, ranks: RankSet) -> list[tuple[int, int]]:
-        """Record that main has returned on ``ranks``.
+        """Record that ``main`` has returned on ``ranks``.
 
         Return (tag, rank) pairs for which messages of this rank may still be in transit.
         """
@@ -434,7 +434,7 @@ class Services:
         return self.sent_to | self.received_from
 
     def forget_returned(self, rank: int) -> None:
-        """Remove a lost ``rank`` from the ranks on which main has returned."""
+        """Remove a lost ``rank`` from the ranks on which ``main`` has returned."""
         self._returned.discard(rank)
 
     def watch_contacts(self, listener: Callable[[int], None]) -> None:
@@ -444,12 +444,12 @@ class Services:
             demultiplexer.receiver.contacts = self.received_from
 
     def stop_reading(self) -> None:
-        """Drop the user's messages that arrive from now on. Called when main has returned on this rank."""
+        """Drop the user's messages that arrive from now on. Called when ``main`` has returned on this rank."""
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.leave()
 
     def drop_messages(self, tag: int) -> None:
-        """Drop the user's messages on ``tag``, even without an open channel. Called when main has returned."""
+        """Drop the user's messages on ``tag``, even without an open channel. Called when ``main`` has returned."""
         if tags.is_for_users(tag):
             self._demultiplexer(tag, is_users=True).leave()
 
@@ -492,7 +492,7 @@ class Services:
         return found
 
     def early_frames(self) -> list[str]:
-        """Describe the messages that wait for unopened channels, with one string for each tag."""
+        """Describe the stored messages for unopened channels, with one string for each tag."""
         return [each.early.describe() for each in self._demultiplexers.values() if each.early_count]
 
     def close(self) -> None:

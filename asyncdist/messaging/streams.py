@@ -31,14 +31,14 @@ CHUNK_NBYTES: Final = 4 << 20
 USER_CHUNK_NBYTES: Final = 16 << 20
 #: Maximum number of outstanding chunks at each end of a stream.
 WINDOW_COUNT: Final = 4
-#: Number of chunks that a :class:`Pacer` receives in one polling pass if no task waits for anything else.
+#: Number of chunks that a :class:`Pacer` receives in one polling pass if no task is waiting for anything else.
 BURST_COUNT: Final = 2
 _CHUNK_COUNT_MAX: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Message with which a receiver permits a sender to send ``nbytes`` bytes of a tensor.
+    """Permits the sender of a stream to send ``nbytes`` bytes of a tensor.
 
     The bytes are sent on ``slot``, a tag reserved for streams, in chunks of ``chunk_nbytes``. If ``written_nbytes`` is
     not 0, the sender may write up to this number of the last bytes directly to ``address`` in the receiver's memory
@@ -62,7 +62,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Message with which a receiver asks the sender to end the stream on ``slot`` early."""
+    """Asks the sender of a stream to end the stream on ``slot`` early."""
 
     slot: int
 
@@ -73,10 +73,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Message with which a sender that sends no more streams answers a grant. The receiver then cancels the stream.
+    """Refuses a grant, because this message's sender sends no further streams. The receiver then cancels the stream.
 
-    The sender aborts the stream only after this cancel. Otherwise, the abort could arrive first, because it has another
-    tag, and the receiver could not tell it from the abort of a cancelled send.
+    The sender aborts the stream only after this cancel. Without this order, the abort could arrive first, because it
+    has a different tag, and the receiver could not tell it from the abort of a cancelled send.
     """
 
     slot: int
@@ -379,7 +379,7 @@ class Pacer(Pollable):
         self._engine.ring()
 
     def poll(self) -> int:
-        """Receive one chunk, or several if no task waits for anything else. Return the number of chunks."""
+        """Receive one chunk, or several if no task is waiting for anything else. Return the number of chunks."""
         arrived_count = 0
         if self._streams:
             self._engine.yield_core_to_receivers()

@@ -52,14 +52,14 @@ CHUNK_NBYTES: Final = 2 << 20
 CHUNK_WINDOW_COUNT: Final = 32
 #: Maximum number of bytes written in one polling pass. It blocks the writer for 0.2 to 0.5 ms.
 PIECE_NBYTES: Final = 2 << 20
-#: Maximum number of bytes written in one polling pass while another task of the sender waits.
+#: Maximum number of bytes written in one polling pass while another task of the sender is waiting.
 SHARED_PIECE_NBYTES: Final = 1 << 20
 _COUNT_NBYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AttachOffer:
-    """Message with which a receiver offers a sender access to its memory: its pid, a token, and the token's address."""
+    """Offers a stream's sender access to the receiver's memory: pid, token, and the token's address."""
 
     pid: int
     address: int
@@ -68,7 +68,7 @@ class AttachOffer:
 
 @dataclass(frozen=True, slots=True)
 class AttachAccept:
-    """Message with which a sender confirms that it can write to the receiver's memory."""
+    """Confirms that a stream's sender can write to the receiver's memory."""
 
 
 class _Outgoing:
@@ -216,7 +216,7 @@ class UserStreams:
         self._engine = services.slots.engine
         self._refusing = False
         self._refused: set[tuple[int, int]] = set()  # senders that have left, and the slots that they have refused
-        # For each other rank, its grants that wait for tensors, or tensors that wait for its grants.
+        # For each other rank, its grants that are waiting for tensors, or tensors that are waiting for its grants.
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], OutboundStream] = {}

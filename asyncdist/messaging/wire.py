@@ -377,7 +377,7 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
 
 
 def cached_for_ranks(function: Callable[[tuple[int, ...]], T]) -> Callable[[tuple[int, ...]], T]:
-    """Cache the results of a function of a tuple of ranks. The latest tuple is recognised by identity.
+    """Cache the results of a function whose argument is a tuple of ranks. The latest tuple is recognised by identity.
 
     Hashing thousands of ranks takes 0.1 ms, and each of a simulation's ranks would do it several times.
     """

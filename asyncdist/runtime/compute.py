@@ -48,7 +48,7 @@ class Computing:
         return any(future is each for each in self._awaited)
 
     def frame(self) -> types.FrameType | None:
-        """Return the current frame of the function in the worker thread, or None if no function runs."""
+        """Return the current frame of the function in the worker thread, or None if no function is running."""
         return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
@@ -106,7 +106,7 @@ class Computing:
             try:
                 raise error
             finally:
-                del error  # Otherwise the error's traceback and this frame would refer to each other.
+                del error  # Without this, the error's traceback and this frame would refer to each other.
         return cast(T, returned)
 
     def _wait_anew(self, future: object) -> None:

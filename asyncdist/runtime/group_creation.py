@@ -26,7 +26,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.runtime.failing.replica_mates import ReplicaMates
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds in which a rank may be notified of a loss that has ended its request for a group, before it repeats the
+#: Seconds that a rank waits to be notified of a loss that has ended its request for a group, before it repeats the
 #: request.
 _NOTICED_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
@@ -122,7 +122,7 @@ class GroupCreation:
         subject: str,
         has_changed: Callable[[], bool],
     ) -> Group:
-        """Make a group of ``await ranks()``. If a loss ends the request, repeat it when ``has_changed()``, or soon."""
+        """Make a group of ``await ranks()``. If a loss ends the request, repeat it once ``has_changed()``, or soon."""
         services = self._services
         while True:
             try:

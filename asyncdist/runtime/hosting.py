@@ -1,4 +1,4 @@
-"""Hosts one rank from the handshake to its end, and runs main and its spawned tasks in one task group."""
+"""Hosts one rank from the handshake until the rank ends. Runs ``main`` and its spawned tasks in one task group."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RankOptions:
 
     Attributes:
         tells: Whether the rank reports its waits on SIGUSR1 and on a socket.
-        last_counters: Folder in which the rank stores its counters after main has ended, or None.
+        last_counters: Folder in which the rank stores its counters after ``main`` has ended, or None.
         instrument: Function that makes the object that replaces :class:`~asyncdist.runtime.recording.Recording` in a
             replay.
         warns_if_alone: See :class:`~asyncdist.runtime.world.World`.
@@ -69,7 +69,7 @@ DEFAULT_OPTIONS: Final = RankOptions()
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """Result of a hosted rank: main's return value, or the error that ended the rank."""
+    """Result of a hosted rank: ``main``'s return value, or the error that ended the rank."""
 
     value: Any = None
     error: BaseException | None = None
@@ -84,23 +84,24 @@ async def host_rank(
     *,
     on_open: Callable[[World], None] | None = None,
 ) -> RankResult:
-    """Host one rank from the handshake to its end, and return its result or error.
+    """Host one rank from the handshake until the rank ends, and return its result or error.
 
     This function never raises, because a SystemExit or KeyboardInterrupt that leaves a task would stop the loop that
-    ranks share. ``interrupts`` cancels main after a signal. ``on_open`` is called with the world before main.
+    ranks share. ``interrupts`` cancels ``main`` after a signal. ``on_open`` is called with the world before ``main``
+    starts.
     """
     interrupts = interrupts or Interrupts()
     try:
         async with hosted(transport, interrupts, options) as world:
-            interrupts.check()  # A main that blocks the loop would never be cancelled.
+            interrupts.check()  # A ``main`` that blocks the loop would never be cancelled.
             if on_open is not None:
                 on_open(world)
-            # If ranks share this process, main was checked before they were started.
+            # If ranks share this process, ``main`` was checked before they were started.
             if not transport.capabilities.shares_process:
                 validation.main_function(main, args)  # An error here is raised by all ranks and reported once.
             with _nest_asyncio_explained():
                 value = await main(world, *args)
-            # A signal that arrived while main blocked the loop raises its error now, as in asyncio.run.
+            # A signal that arrived while ``main`` blocked the loop raises its error now, as in asyncio.run.
             interrupts.check_pending()
             return RankResult(value=value)
     except BaseException as error:
@@ -128,7 +129,7 @@ def _nest_asyncio_explained() -> Iterator[None]:
 async def hosted(
     transport: Transport, interrupts: Interrupts, options: RankOptions = DEFAULT_OPTIONS
 ) -> AsyncIterator[World]:
-    """Run the ``async with`` block as one rank, from the handshake to the end."""
+    """Run the ``async with`` block as one rank, from the handshake until the rank ends."""
     loop = asyncio.get_running_loop()
     recording = (options.instrument or functools.partial(Recording, options.record))(transport, loop)
     transport, engine = recording.transport, recording.engine
@@ -201,7 +202,7 @@ async def hosted(
 def _successful_exit(
     caught: SystemExit | asyncio.CancelledError, world: World, interrupts: Interrupts
 ) -> SystemExit | None:
-    """Return the successful SystemExit with which main or other code of the loop has ended this rank, or None."""
+    """Return the successful SystemExit, raised by ``main`` or other code in the loop, that ended this rank, or None."""
     ended_by: BaseException | None = caught
     if isinstance(caught, asyncio.CancelledError):
         ended_by = interrupts.raised if interrupts.received is None else None
@@ -265,7 +266,7 @@ def _reporter(
 async def _task_group(
     world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, reporter: WaitReporter | None
 ) -> AsyncIterator[None]:
-    """Run main, which is the ``async with`` block, in one task group with the tasks that it spawns."""
+    """Run ``main``, which is the ``async with`` block, in one task group with the tasks that it spawns."""
     error_of_main: BaseException | None = None
     watch = EndWatch(world, watchdogs.watchdog_s)
     stop = monitor.stop if watchdogs.stall_aborts else None

@@ -1,4 +1,4 @@
-"""Ends a rank cleanly. Notifies the other ranks that main has returned, and waits until all ranks have ended.
+"""Ends a rank cleanly. Notifies the other ranks that ``main`` has returned, and waits until all ranks have ended.
 
 Background services, such as a coordinator, run until all ranks have ended, because other ranks may still need them.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger("asyncdist.runtime.leaving")
 
 #: Maximum seconds to wait for this rank's outstanding requests.
 _FLUSH_S: Final = 5.0
-#: Seconds to wait for the other ranks' last messages after main has returned on all of them.
+#: Seconds to wait for the other ranks' last messages after ``main`` has returned on all of them.
 _FINALIZE_S: Final = 60.0
 
 
@@ -31,7 +31,7 @@ async def leave(world: World, transport: Transport) -> list[str]:
     world.refuse_streams()
     given_up = world.give_up_requests()
     await engine.until(lambda: services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
-    # Wait until the user's messages have left. A receiver whose main has returned receives and drops them.
+    # Wait until the user's messages have left. A receiver whose ``main`` has returned receives and drops them.
     is_nobody_in_main = _have_all_left(world, transport)
     await engine.until(lambda: not services.is_sending or is_nobody_in_main(), WaitId(WaitKind.OWN_MESSAGES))
     await _flush(world)

@@ -53,7 +53,7 @@ def call_outside_loop(
     interrupt: BaseException | None = None
     while not ended.is_set():
         try:
-            # After an exception of a signal handler, join() would consider the thread ended.
+            # After an exception from a signal handler, join() would consider the thread ended.
             while not ended.wait(None if meanwhile is None else _MEANWHILE_S) and meanwhile is not None:
                 meanwhile()
         except BaseException as error:
@@ -69,6 +69,6 @@ def call_outside_loop(
 
 
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
-    """Raise an exception in a thread at its next Python instruction. A call into C may delay that."""
+    """Raise an exception in a thread at its next Python instruction. A call into C may delay the exception."""
     assert thread.ident is not None, "the thread has been started"
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))

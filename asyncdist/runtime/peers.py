@@ -1,4 +1,4 @@
-"""Tracks which other ranks have returned from main, left, failed or been lost, by exchanging messages with them.
+"""Tracks which other ranks have returned from ``main``, left, failed or been lost, by exchanging messages with them.
 
 The runtimes of all ranks communicate on one channel, the system channel. It also carries the messages of agreements and
 of freed groups. In a small world, each rank notifies all others when it leaves, ends or fails. In a larger world, it
@@ -43,7 +43,7 @@ FLAT_SIZE_MAX: Final = DIRECT_COUNT_MAX
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Notifies every other rank that the sender's main has returned. The sender starts no further collectives.
+    """Notifies every other rank that the sender's ``main`` has returned. The sender starts no further collectives.
 
     Attributes:
         started: Pairs of a group's tag and the number of collectives that the sender has started in the group.
@@ -56,7 +56,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Notifies every other rank that the sender has failed, so the job must stop."""
+    """Notifies every other rank that the sender has failed and that the job must stop."""
 
     summary: str
 
@@ -124,7 +124,7 @@ class Peers:
         # The group of all ranks contains the previous process of a restarted rank, not this process.
         if services.engine.transport.incarnation:
             self.attendance.on_lost(services.rank)
-        for rank in sorted(services.lost_ranks()):  # Main must see these losses from its start.
+        for rank in sorted(services.lost_ranks()):  # ``main`` must see these losses from its start.
             self.mark_lost(rank)
         services.engine.transport.set_loss_listener(self.mark_lost)
         services.engine.transport.set_return_listener(self.mark_returned)
@@ -147,7 +147,7 @@ class Peers:
             services.notify_gone(new)
 
     def mark_lost(self, rank: int) -> None:
-        """Record that ``rank`` is lost, possibly after its main has returned, and stop everything that waits for it."""
+        """Record that ``rank`` is lost, possibly after its ``main`` returned, and stop everything that awaits it."""
         if rank in self._lost:
             return
         self._lost.add(rank)
@@ -264,7 +264,7 @@ class Peers:
                 self.agreements.on_gone(RankSet((rank,)), is_lost=True)
 
     def leave(self) -> None:
-        """Notify every other rank that main has returned on this rank."""
+        """Notify every other rank that ``main`` has returned on this rank."""
         self._has_returned = True
         self._services.stop_reading()
         self.agreements.leave()
@@ -318,7 +318,7 @@ class Peers:
         return Departure.of(self._services.rank, stage, self.attendance.started(), self.groups.losses(), told)
 
     def _notify_contact(self, rank: int) -> None:
-        """Notify a rank whose first message arrived after main had returned on this rank."""
+        """Notify a rank whose first message arrived after ``main`` had returned on this rank."""
         for message in self._final_messages:
             if isinstance(message, (Leave, Finalize)) and rank != self._services.rank:
                 self._send(message, rank)

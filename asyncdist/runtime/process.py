@@ -24,7 +24,8 @@ _COUNT_AT_THE_END: Final = ("triton", "jaxlib")
 _ENDED_NBYTES_MAX: Final = 8 << 20
 #: Ended policies that still exist, with the sizes of their states in bytes.
 _ended: Final[weakref.WeakKeyDictionary[object, int]] = weakref.WeakKeyDictionary()
-#: A container that is hidden from the garbage collector if objects were frozen while wrappers could exist.
+#: A container that is hidden from the garbage collector if objects were frozen while DDP or FSDP wrappers
+#: could exist.
 _mark = [object()]
 
 
@@ -51,7 +52,7 @@ def spare_collections() -> None:
 
 
 def note_ended(policy: object, tensors: Iterable[Tensor]) -> None:
-    """Record that a policy has ended, whose model and buffers may remain in memory because of reference cycles.
+    """Record that a policy has ended. Reference cycles may keep its model and buffers in memory.
 
     Args:
         tensors: Parameters and buffers of its model.
@@ -63,8 +64,8 @@ def note_ended(policy: object, tensors: Iterable[Tensor]) -> None:
 def free_ended(*, is_last: bool = False) -> None:
     """Collect garbage if ended policies with large states still exist, unless the program has disabled collections.
 
-    Python decides about full collections by the number of objects, not by their bytes. Without this call, a search over
-    trials would run out of memory.
+    Python decides about full collections by the number of objects, not by their bytes. Without this call, a
+    hyperparameter search would run out of memory.
 
     Args:
         is_last: Whether policies that survive the collection, because the program uses them, are no longer recorded.
@@ -76,7 +77,7 @@ def free_ended(*, is_last: bool = False) -> None:
 
 
 def may_hide_wrappers() -> bool:
-    """Return whether frozen objects may include DDP or FSDP wrappers, which only exist with torch.distributed.
+    """Return whether frozen objects may include DDP or FSDP wrappers, which exist only with torch.distributed.
 
     If so, :func:`gc.get_referrers` does not find all wrappers.
     """

@@ -130,7 +130,7 @@ class Recording:
         writer.close()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Record that main has ended, and flush the file, because the process may end before the rank has shut down."""
+        """Record that ``main`` has ended, and flush the file: the process may end before the rank has shut down."""
         self._leave_loop()
         if self._writer is not None:
             text = "" if error is None else f"{type(error).__name__}: {name_and_message(error)[1]}"
@@ -250,9 +250,10 @@ class RecordedEngine(ObservedEngine):
 
 
 def key_of_reading(frame: FrameType) -> int:
-    """Return the key of a clock reading in ``frame``. It depends on the function that reads, and on the line in it.
+    """Return the key of a clock reading in ``frame``.
 
-    Edits of other functions do not change the key, so that earlier recordings can still be replayed.
+    The key depends on the function that reads the clock, and on the line within that function. Edits of other functions
+    do not change the key, so that earlier recordings can still be replayed.
     """
     code = frame.f_code
     place = code.co_qualname, (frame.f_lineno or 0) - code.co_firstlineno  # generated code may have no lines

@@ -1,7 +1,7 @@
 """Starts a rank, hosts its main coroutine, and ends the rank: ``run``, ``run_local`` and ``open_world``.
 
 A rank opens its transport, performs the handshake with all ranks, and runs ``main(world)`` and its spawned tasks in one
-task group. After main has returned, it waits until all ranks have ended, and closes the transport.
+task group. After ``main`` has returned, it waits until all ranks have ended, and closes the transport.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ class WorldOptions(TypedDict, total=False):
 WATCHDOG_S: Final = 10.0
 #: Default of ``stall_s``: seconds without progress after which the waits of a job's ranks are printed.
 STALL_S: Final = 60.0
-#: Seconds that main may wait in one collective before a warning is logged, unless ``stall_s`` is set.
+#: Seconds that ``main`` may wait in one collective before a warning is logged, unless ``stall_s`` is set.
 COLLECTIVE_STALL_S: Final = 300.0
 #: Pattern of the options with which launchers set the number of ranks.
 _RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[-_]node)[ =]?(\d+))(?!\S)")
-#: Beginnings of the names of modules whose stack frames may be between a block and the opening of its world.
+#: Prefixes of the names of modules whose stack frames may be between a block and the opening of its world.
 _OPENERS: Final = ("contextlib", "asyncdist.blocking.")
-#: Function that :func:`run` calls with main, its arguments and ``strict`` instead of hosting a rank, or None.
+#: Function that :func:`run` calls with ``main``, its arguments and ``strict`` instead of hosting a rank, or None.
 run_override: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_override", default=None
 )
-#: Function that :func:`run_local` calls with main, its arguments and ``strict`` in a replay, or None.
+#: Function that :func:`run_local` calls with ``main``, its arguments and ``strict`` in a replay, or None.
 run_local_override: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], list[Any]] | None] = ContextVar(
     "run_local_override", default=None
 )
@@ -101,7 +101,7 @@ def run(
 
     If an event loop is already running, as in a notebook, local ranks run in a separate thread with the caller's
     context and torch modes. The caller and its loop are blocked until the ranks have ended. A second Ctrl-C raises
-    KeyboardInterrupt in main or, if main awaits, cancels it again.
+    KeyboardInterrupt in ``main`` or, if ``main`` awaits, cancels it again.
 
     Under a launcher, the first call excludes the existing objects, mostly modules, from garbage collection
     (:func:`gc.freeze`). Reference cycles among them are never freed.
@@ -116,35 +116,36 @@ def run(
             0 is returned.
         loop: ``"uvloop"`` (the default if it is installed) or ``"asyncio"``.
         grace_s: Seconds in which the other ranks must stop on their own after a rank has failed. Then the job is
-            aborted. After a signal they have 10 s, if that is longer.
+            aborted. After a signal, they have at least 10 s.
         strict: Whether to raise LocalProtocolError instead of logging a warning if an unread message, a request, a
             stream slot, a snapshot or a task is left at the end.
-        watchdog_s: Seconds after main's return until a warning lists the spawned tasks, if all of them are still
-            waiting, or ``math.inf`` for no warning.
+        watchdog_s: Seconds after ``main`` has returned. If all spawned tasks are still waiting then, a warning lists
+            them. ``math.inf`` means no warning.
         stall_s: Seconds without a step or a received message on any rank of this host, after which the waits of all its
             ranks are printed once, with line numbers (``docs/hangs.md``). ``math.inf`` means never. The default is the
-            variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged
-            when main has waited in one line for once to twice this time while other ranks continue. The wait may be for
-            a message, a stream, a collective, or main's own future or event. If no value is set, the warning is logged
-            after 300 s and only for collectives, because a main that waits for messages may be a server. Waits with a
-            timeout are not reported, except in ``asyncio.timeout``.
-        stall_aborts: Whether to raise StallError instead of logging this warning if main waits for other ranks.
+            environment variable ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is
+            also logged when ``main`` has waited in one line for once to twice this time while other ranks continue. The
+            wait may be for a message, a stream, a collective, or ``main``'s own future or event. If no value is set,
+            the warning is logged after 300 s and only for collectives, because a ``main`` that waits for messages may
+            be a server. Waits with a timeout are not reported, except in ``asyncio.timeout``.
+        stall_aborts: Whether to raise StallError instead of logging this warning if ``main`` is waiting for other
+            ranks.
         record: Folder in which each rank records its steps, metrics, rounds, messages and waits.
             :mod:`asyncdist.recording.writer` describes the files, and :func:`asyncdist.recording.reader.read_recording`
-            reads them. The default is the variable ASYNCDIST_RECORD (``asyncdist run --record``). If the folder cannot
-            be written, a warning is logged.
+            reads them. The default is the environment variable ASYNCDIST_RECORD (``asyncdist run --record``). If the
+            folder cannot be written, a warning is logged.
         record_limit_nbytes: Size of a rank's file, in bytes, at which recording stops.
         metrics: Destination of each rank's counters: ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"``,
             ``"opentelemetry"``, a port or ``"HOST:PORT"`` for Prometheus, or a list of several. For Prometheus, the
-            first rank of a host listens on the given port, and the other ranks on the following ports. The default host
-            is 127.0.0.1. The default destination is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``). If a
-            destination fails, a warning is logged.
+            first rank on a host listens on the given port, and the other ranks on the following ports. The default host
+            is 127.0.0.1. By default, the environment variable ASYNCDIST_METRICS (``asyncdist run --metrics``) names the
+            destinations. If a destination fails, a warning is logged.
 
     Raises:
         TypeError: ``main`` is not a coroutine function, or cannot be called with a world and ``args``.
         ValueError: An option is not valid, for example the name of the transport.
         RankLostError: Another rank failed and has printed its traceback.
-        StallError: main waited for other ranks for too long (``stall_aborts``).
+        StallError: ``main`` waited for other ranks for too long (``stall_aborts``).
         TransportError: The transport cannot be used, or launcher and MPI library do not match.
         LocalProtocolError: This code already runs inside a world. A rank has only one world.
         RuntimeError: A launcher started this process, and a loop is already running. Use :func:`open_world` instead.
@@ -183,11 +184,11 @@ def run(
 
 
 def _for_only_rank(options: RankOptions, transport: TransportName, module: str) -> RankOptions:
-    """Return the options of a process's only rank. Warn if its arguments request several ranks.
+    """Return the options of a process's only rank. Warn if the script's arguments request several ranks.
 
     Args:
-        module: Module of the code that runs as the rank. Only a program, whose module is ``__main__``, gets warnings,
-            and only if it has not requested a single rank.
+        module: Name of the module whose code runs as the rank. A warning is logged only if this is ``__main__`` (a
+            program) and neither ``transport`` nor the environment selects a transport.
     """
     if transport != "auto" or module != "__main__" or environment.VARIABLES.get(environment.TRANSPORT_VARIABLE):
         return options
@@ -195,14 +196,14 @@ def _for_only_rank(options: RankOptions, transport: TransportName, module: str) 
 
 
 def _module_of(main: Callable[..., Any]) -> str:
-    """Return the name of the module that defines ``main``, or the function in a ``functools.partial``."""
+    """Return the name of the module that defines ``main`` or, for a ``functools.partial``, its function."""
     while isinstance(main, functools.partial):
         main = main.func
     return getattr(main, "__module__", "")
 
 
 def _module_of_block(frame: FrameType | None) -> str:
-    """Return the name of the module with the block of a context manager that ``frame`` or a caller of it enters."""
+    """Return the name of the module whose ``with`` block opens a world, searching from ``frame`` outwards."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_OPENERS):
         frame = frame.f_back
     return "" if frame is None else frame.f_globals.get("__name__", "")
@@ -247,7 +248,7 @@ def _open_here(transport: TransportName, ranks: int | None, *, runs_in_callers_l
 def _open_for_block(
     transport: TransportName, options: RankOptions, caller: FrameType, *, runs_in_callers_loop: bool = False
 ) -> tuple[Transport, RankOptions]:
-    """Open the transport for a rank whose main is a block that ``caller`` enters. Return it with the rank's options."""
+    """Open the transport for a rank whose ``main`` is a block that ``caller`` enters. Also return its options."""
     opened = _open_here(transport, None, runs_in_callers_loop=runs_in_callers_loop)
     if opened is not None:
         return opened, options
@@ -268,9 +269,9 @@ def run_local(
     metrics: MetricsName = None,
     live: bool = False,
 ) -> list[T]:
-    """Host ``ranks`` ranks on one loop of this process, and return the result of each rank's main.
+    """Host ``ranks`` ranks on one loop of this process, and return the result of each rank's ``main``.
 
-    The ranks share a thread, so a computing rank blocks the others, and they share torch's random state. Grad mode,
+    The ranks share a thread, so a computing rank blocks the others. They also share torch's random state. Grad mode,
     inference mode and autocast are separate for each rank. If an event loop is already running, as in a notebook, the
     ranks run in a separate thread.
 
@@ -387,7 +388,7 @@ async def open_world(
 def prepare_rank(
     caller: FrameType, *, transport: TransportName, options: RankOptions
 ) -> Callable[[Interrupts], AbstractAsyncContextManager[World]]:
-    """Open the transport for a rank whose main is the block of a context manager.
+    """Open the transport for a rank whose ``main`` is the block of a context manager.
 
     Returns:
         A function that makes the context manager, which must be entered on a loop.
@@ -410,12 +411,12 @@ def prepare_rank(
 def _complete(
     loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[RankResult]], interrupts: Interrupts
 ) -> list[RankResult]:
-    """Run the loop until all ranks have ended. A SystemExit or KeyboardInterrupt of other code ends the ranks."""
+    """Run the loop until all ranks have ended. A SystemExit or KeyboardInterrupt from other code ends them."""
     while pending := [task for task in tasks if not task.done()]:
         try:
             loop.run_until_complete(asyncio.wait(pending))
         except (SystemExit, KeyboardInterrupt) as error:
-            # If a task of a rank's task group has raised it, the group is the first to know, and ends its rank.
+            # If a task in a rank's task group has raised it, the group is notified first, and ends its rank.
             loop.call_soon(interrupts.end_with, error)
     return [task.result() for task in tasks]
 

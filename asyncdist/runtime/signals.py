@@ -85,7 +85,7 @@ class Interrupts:
         self._are_ending: dict[asyncio.Task[Any] | None, Callable[[], bool]] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Register ``wait``, which describes the wait of ``rank``. It is called before the tasks are cancelled."""
+        """Register ``wait``, a function that describes the wait of ``rank``. Called before tasks are cancelled."""
         self._waits[rank] = wait
 
     def spare(self, task: asyncio.Task[Any] | None, is_ending: Callable[[], bool]) -> None:
@@ -93,7 +93,7 @@ class Interrupts:
         self._are_ending[task] = is_ending
 
     def note_leaving(self, task: asyncio.Task[Any] | None) -> None:
-        """Record that main has returned in ``task``. A successful exit of other code changes nothing from now on."""
+        """Record that ``main`` has returned in ``task``. A successful exit from other code now changes nothing."""
         self._leaving.add(task)
 
     def error(self, rank: int) -> BaseException | None:
@@ -123,7 +123,7 @@ class Interrupts:
         is_success = isinstance(error, SystemExit) and not rank_program.exit_code(error.code)
         spared = self._leaving if is_success else frozenset[asyncio.Task[Any] | None]()
         if all(task.done() or task in spared for task in self._tasks):
-            return  # main has returned, so that the rank ends anyway
+            return  # ``main`` has returned, so the rank ends anyway
         self.raised = error
         self._stop(spared)
 
@@ -223,7 +223,7 @@ _masks: Final = threading.local()
 
 
 def _hold_signals() -> None:
-    """Block signals during a fork. Otherwise, a child would lose signals that arrive before its handlers are set."""
+    """Block signals during a fork, so that a child loses no signals that arrive before its handlers are set."""
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

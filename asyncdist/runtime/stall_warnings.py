@@ -1,4 +1,4 @@
-"""Warns of ranks that wait for a long time, and describes the waits of tasks for reports."""
+"""Warns of ranks that have been waiting for a long time, and describes the waits of tasks for reports."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from asyncdist.runtime.world import World
 
 logger = logging.getLogger("asyncdist.runtime.stall_warnings")
 
-#: Coroutines of asyncio that end automatically, after a time or when a thread ends. Their futures look like futures
-#: that another rank or the user completes.
+#: asyncio coroutines that end automatically, after a time or when a thread ends. Their futures look like futures that
+#: another rank or the user completes.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 _LIBRARIES: Final = frozenset({"asyncdist", "asyncio", "contextlib"})
-#: Coroutines of asyncio that wait for several tasks, with the name of the call in the user's code.
+#: asyncio coroutines that wait for several tasks, with the name of the call in the user's code.
 _JOINS: Final = {asyncio.TaskGroup.__aexit__.__code__: "asyncio.TaskGroup", asyncio.wait.__code__: "asyncio.wait"}
 #: Maximum number of tasks, and maximum depth of nested waits, in the description of a wait for several tasks.
 _PART_COUNT_MAX: Final = 4
 _PART_DEPTH_MAX: Final = 3
-#: For a main driven by blocking code: maps its task to a function that returns the innermost frame of that code.
+#: For a ``main`` driven by blocking code: maps its task to a function that returns the innermost frame of that code.
 frame_of_caller: Final[WeakKeyDictionary[asyncio.Task[Any], Callable[[], types.FrameType | None]]] = WeakKeyDictionary()
 
 
@@ -35,7 +35,7 @@ class WatchdogOptions:
     """Seconds after which long waits are reported, or infinity for never. Most are options of :func:`asyncdist.run`.
 
     Attributes:
-        collectives_alone: Whether ``stall_s`` applies only to collectives. A main that waits for messages may be a
+        collectives_alone: Whether ``stall_s`` applies only to collectives. A ``main`` that waits for messages may be a
             server.
         job_stall_s: Seconds without a step or message on any rank after which the waits of all ranks are printed.
     """
@@ -56,7 +56,7 @@ ENDLESS: Final = WatchdogOptions()
 
 
 class EndWatch:
-    """Warns once if main has returned, but spawned tasks that only wait prevent the rank from ending.
+    """Warns once if ``main`` has returned, but spawned tasks that only wait prevent the rank from ending.
 
     The warning is logged when every task has been in the same wait for ``period_s`` seconds.
     """
@@ -68,7 +68,7 @@ class EndWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start watching after main has returned."""
+        """Start watching after ``main`` has returned."""
         self._seen = {task: waiter_of(task) for task in self._world.spawned_tasks()}
         if self._seen and self._period_s < math.inf:
             self._timer = asyncio.get_running_loop().call_later(self._period_s, self._check)
@@ -100,16 +100,16 @@ class EndWatch:
 
 
 class StallWatch:
-    """Warns once per wait if main has waited for a long time.
+    """Warns once per wait if ``main`` has been waiting for a long time.
 
-    The watch covers waits for other ranks and for the user's own futures, events and queues. Main may wait directly, in
-    ``asyncio.gather``, ``asyncio.wait`` or ``asyncio.TaskGroup``, or through a task. Waits that end automatically, such
-    as sleeps and waits with a timeout (``timeout_s``, ``asyncio.wait_for``), are not reported. ``asyncio.timeout`` is
-    not recognized, because nothing in the task refers to it.
+    The watch covers waits for other ranks and for the user's own futures, events and queues. ``main`` may wait
+    directly, in ``asyncio.gather``, ``asyncio.wait`` or ``asyncio.TaskGroup``, or through a task. Waits that end
+    automatically, such as sleeps and waits with a timeout (``timeout_s``, ``asyncio.wait_for``), are not reported.
+    ``asyncio.timeout`` is not recognized, because nothing in the task refers to it.
 
     Args:
-        end: Function called with a StallError if main waits only for other ranks. Otherwise, or if ``end`` is None, a
-            warning is logged.
+        end: Function called with a StallError if ``main`` is waiting only for other ranks. Otherwise, or if ``end`` is
+            None, a warning is logged.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Schedule the next check of main's wait."""
+        """Schedule the next check of ``main``'s wait."""
         if self._main is not None and self._options.stall_s < math.inf:
             try:
                 self._seen = self._awaited(self._main)
@@ -139,12 +139,12 @@ class StallWatch:
             self._timer = asyncio.get_running_loop().call_later(self._options.stall_s, self._check)
 
     def end(self) -> None:
-        """Stop watching after main has returned, or before it is cancelled."""
+        """Stop watching after ``main`` has returned, or before it is cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
-        """Return the futures that main waits for, or an empty list if main's wait must not be reported."""
+        """Return the futures that ``main`` is waiting for, or an empty list if its wait must not be reported."""
         engine = self._world.services.engine
         if self._options.collectives_alone and waiter_of(main) not in engine.collective_waits:
             return []
@@ -173,9 +173,9 @@ class StallWatch:
 
 
 def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Describe the wait of main or, after it has returned, of its spawned tasks.
+    """Describe the wait of ``main`` or, after it has returned, of its spawned tasks.
 
-    Return None if main is ready to run.
+    Return None if ``main`` is ready to run.
     """
     if main is None or main is asyncio.current_task():
         return None
@@ -229,7 +229,7 @@ def _dependencies(waiter: Any, world: World) -> list[Any] | None:
 
 
 def dependents_of_parts(tasks: Iterable[Any], world: World) -> dict[Any, list[Any]]:
-    """Return all direct and indirect dependencies of ``tasks``, each with the futures and tasks that wait for it."""
+    """Return all direct and indirect dependencies of ``tasks``, each with the futures and tasks that await it."""
     dependents: dict[Any, list[Any]] = {}
     unvisited = list(tasks)
     while unvisited:
@@ -243,7 +243,7 @@ def dependents_of_parts(tasks: Iterable[Any], world: World) -> dict[Any, list[An
 
 
 def _waits_for_ranks(task: Any, world: World) -> set[Any]:
-    """Return the futures and tasks among the direct and indirect dependencies of ``task`` that wait for other ranks.
+    """Return the direct and indirect dependencies of ``task`` (futures and tasks) that are waiting for other ranks.
 
     Each of them is visited once, because thousands of collectives may each depend on the previous one.
     """
@@ -260,7 +260,7 @@ def _waits_for_ranks(task: Any, world: World) -> set[Any]:
 
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
-    """Return the futures and tasks that a task waits for, or None if the wait ends automatically, like a sleep."""
+    """Return the futures and tasks that a task awaits, or None if the wait ends automatically, like a sleep."""
     # The variables of other frames are not read, because Python would keep the read values alive in the frame.
     frames = {frame.f_code: frame for frame in frames_of(task)}
     if not _TIMED.isdisjoint(frames):
@@ -277,7 +277,7 @@ def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
 
 
 def waiter_of(task: asyncio.Task[Any]) -> Any:
-    """Return the future that ``task`` waits for, or None if the task is ready to run."""
+    """Return the future that ``task`` is waiting for, or None if the task is ready to run."""
     return getattr(task, "_fut_waiter", None)
 
 
@@ -315,10 +315,10 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
 def wait_with_parts(
     task: asyncio.Task[Any], world: World, depth: int = _PART_DEPTH_MAX, for_ranks: Collection[Any] | None = None
 ) -> tuple[str, types.FrameType | None]:
-    """Describe what a task waits for, and return the innermost frame of the user's code in it, or None.
+    """Describe what a task is waiting for, and return the innermost frame of the user's code in it, or None.
 
-    If the task waits for other tasks, as in ``asyncio.gather``, describe what these wait for. ``for_ranks`` contains
-    those that wait for other ranks, or is None if it is not computed yet.
+    If the task is waiting for other tasks, as in ``asyncio.gather``, describe the waits of those tasks. ``for_ranks``
+    contains the tasks that are waiting for other ranks, or is None if it is not computed yet.
     """
     what, frame = wait_of(task, world)
     joined = _joined(task, world) if depth and frame is not None else None
@@ -329,7 +329,7 @@ def wait_with_parts(
 
 
 def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
-    """Return the name of a wait for other tasks, and these tasks, or None if ``task`` waits for something else."""
+    """Return the name of a wait for other tasks, and these tasks, or None if ``task`` is not waiting for tasks."""
     frames, waiter = frames_of(task), waiter_of(task)
     position = next(i for i in reversed(range(len(frames))) if not is_library(frames[i]))
     called = frames[position + 1 :]

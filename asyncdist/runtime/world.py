@@ -209,7 +209,7 @@ class World:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether other ranks of this host, if there are any, can map this rank's memory."""
+        """Whether other ranks on this host, if there are any, can map this rank's memory."""
         return self.size > 1 and self._transport.capabilities.shares_memory
 
     def describe(self) -> str:
@@ -235,7 +235,7 @@ class World:
         return self._engine.safe_point()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
-        """Poll the outstanding requests repeatedly, until a poll completes nothing or the time is over.
+        """Poll the outstanding requests repeatedly, until a poll completes nothing or the time is up.
 
         The call yields to other tasks between polls, and at least once.
 
@@ -318,7 +318,7 @@ class World:
         """Start a background task. This rank waits for the task before it ends, and a failure of the task ends the job.
 
         A task that runs forever prevents the rank from ending. Leave its loop, cancel it, or close the channel that it
-        reads. If main has returned and all remaining tasks are waiting, a warning is logged (``watchdog_s`` of
+        reads. If ``main`` has returned and all remaining tasks are waiting, a warning is logged (``watchdog_s`` of
         :func:`asyncdist.run`).
         """
         if self._task_group is None:
@@ -379,13 +379,14 @@ class World:
 
         **Ordering**: the n-th stream from one rank to another is received by the n-th receive.
 
-        **Cancellation**: if ``dest`` has not called ``receive_stream`` yet, nothing is sent, and its call receives the
-        next stream. Otherwise, ``dest`` is notified, and the tensor is in use until outstanding chunks have been sent.
+        **Cancellation**: if ``dest`` has not called ``receive_stream`` yet, nothing is sent, and its later call
+        receives the next stream. Otherwise, ``dest`` is notified, and the tensor is in use until outstanding chunks
+        have been sent.
 
         Raises:
             LocalProtocolError: The receiver expects a different size.
             ClosedError: The receiver has cancelled.
-            RankLostError: The receiver's main has returned, or the receiver is lost.
+            RankLostError: The receiver's ``main`` has returned, or the receiver is lost.
         """
         self._engine.check_loop()
         await self._streams.send(tensor, dest)
@@ -402,7 +403,7 @@ class World:
 
         Raises:
             RemoteProtocolError: The sender has cancelled, or sends a different size.
-            RankLostError: The sender's main has returned, or the sender is lost.
+            RankLostError: The sender's ``main`` has returned, or the sender is lost.
         """
         self._engine.check_loop()
         return await self._streams.receive(tensor, source)
@@ -458,7 +459,7 @@ class World:
         Raises:
             LocalProtocolError: The list is not a valid group, or this rank is not in it.
             ValueError: The timeout is not a finite number of seconds above 0.
-            DisagreementError: Two ranks wait for each other with different lists, or in a different order.
+            DisagreementError: Two ranks are waiting for each other with different lists, or in a different order.
             StartTimeoutError: Some members did not join in time. Or all members joined, but one of them was still
                 making another group or blocked its loop. In the second case, this rank has freed the group, but other
                 members may still have it.
@@ -508,7 +509,7 @@ class World:
 
     @property
     def is_open(self) -> bool:
-        """Whether the world is open, because main or a task that it has spawned is running."""
+        """Whether the world is open, because ``main`` or a task that it has spawned is running."""
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
@@ -518,7 +519,7 @@ class World:
 
     @property
     def is_in_main(self) -> bool:
-        """Whether the caller is the rank's main, not a spawned task."""
+        """Whether the caller is the rank's ``main``, not a spawned task."""
         return self._main is not None and asyncio.current_task() is self._main
 
     def spawned_tasks(self) -> list[asyncio.Task[Any]]:
@@ -528,11 +529,11 @@ class World:
         return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))
 
     def refuse_streams(self) -> None:
-        """Stop sending streams, and notify other ranks that wait for a stream."""
+        """Stop sending streams, and notify other ranks that are waiting for a stream."""
         self._streams.refuse_all()
 
     def give_up_requests(self) -> list[str]:
-        """Stop testing the program's requests of mpi4py and torch. Return a description of the unfinished requests."""
+        """Stop testing the program's mpi4py and torch requests. Return a description of the unfinished requests."""
         left = self._requests.close() if "_requests" in self.__dict__ else None
         return [] if left is None else [f"requests of this program: {left}"]
 

@@ -1,1 +1,1 @@
-"""Agreements, with which ranks check that all of them are about to start the same operation."""
+"""Lets ranks check that all of them are about to start the same operation."""

@@ -59,13 +59,13 @@ class Absences:
         return tuple(rank for rank in members if self._incarnations[rank] > named.get(rank, 0))
 
     def losses(self, lost: Iterable[int]) -> Losses:
-        """Return pairs of each lost rank and the number of restarts of its lost process."""
+        """Return each lost rank, paired with the number of restarts of its lost process."""
         return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(lost))
 
     # -- agreements -------------------------------------------------------------------------------------------------
 
     def of(self, meeting: Meeting) -> tuple[int, ...]:
-        """Return the members that will never join ``meeting``, in order, and then its lost ranks of ``bound_to``."""
+        """Return the members that will never join ``meeting``, in order, then the lost ranks in its ``bound_to``."""
         sets = self.gone, self._withdrawn_of(meeting.key), self.replaced(meeting.key)
         if not any(sets):
             return ()
@@ -77,7 +77,7 @@ class Absences:
         return tuple(rank for rank in meeting.bound_to if rank in self.lost)
 
     def lost_to(self, key: AgreementKey) -> set[int]:
-        """Return the lost ranks, and the members of agreement ``key`` that have been restarted since its request."""
+        """Return the lost ranks, and the members of agreement ``key`` that were restarted after it was requested."""
         return self.lost.union(self.replaced(key))
 
     def gone_members(self, key: AgreementKey) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Absences:
 
 
 def _named(key: AgreementKey) -> dict[int, int]:
-    """Return the number of restarts of each restarted member that the subject of ``key`` lists."""
+    """Return the number of restarts of each restarted member, as listed in the subject of ``key``."""
     found = _QUALIFIED.search(key.subject)
     words = (word.split(".") for word in found[1].split()) if found else ()
     return {int(rank): int(incarnation) for rank, incarnation in words}

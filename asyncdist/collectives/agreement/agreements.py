@@ -8,7 +8,8 @@ therefore gets an error instead of hanging. A member that cannot start, for exam
 
 Other modules handle special cases:
 
-- :mod:`asyncdist.collectives.agreement.rival_starts`: members wait for each other in agreements with different leaders.
+- :mod:`asyncdist.collectives.agreement.rival_starts`: members are waiting for each other in agreements with different
+  leaders.
 - :class:`asyncdist.collectives.agreed_start.Turns`: starts must not overlap.
 - :mod:`asyncdist.collectives.agreed_start`: members give up.
 - :mod:`asyncdist.collectives.agreement.termination`: a leader is lost after it has notified only some members.
@@ -78,7 +79,7 @@ class Agreements:
     Attributes:
         absences: Record of the ranks that cannot join agreements.
         join_sender: Sender of the messages with which this rank joins agreements of large groups.
-        rivals: Detector of ranks that wait for each other in different starts.
+        rivals: Detector of ranks that are waiting for each other in different starts.
     """
 
     def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:
@@ -129,10 +130,10 @@ class Agreements:
 
         Raises:
             StartTimeoutError: Some ranks did not join in time.
-            DisagreementError: A value differs, or two members wait for each other in different agreements.
+            DisagreementError: A value differs, or two members are waiting for each other in different agreements.
             ClosedError: A member has left the world, or never starts this operation again.
             RankLostError: A member, or a rank of ``bound_to``, is lost.
-            RemoteError: A member could not start, or was cancelled while it waited.
+            RemoteError: A member could not start, or was cancelled while it was waiting.
             CancelledError: This rank has given up (:meth:`give_up`), and the leader has released it.
 
         **Cancellation**: the other members get RemoteError, unless all members had joined. After "go", they depend on
@@ -348,7 +349,7 @@ class Agreements:
 
         is_decided = await self._engine.until(is_over, what, deadline=deadline, peers=absent)
         if not is_decided and timeout_s is not None and self.relays.carry(key):
-            # The leader asks missing members whether they have joined before it refuses the start.
+            # Before the leader refuses the start, it asks missing members whether they have joined.
             self.led.on_inquiry(Inquiry(key.text, timeout_s))
             await self._engine.until(is_over, what, peers=absent)
 
@@ -472,7 +473,7 @@ class Agreements:
 
     def on_decision_request(self, request: DecisionRequest, source: int) -> None:
         """Answer another member that asks for the decision of a lost leader."""
-        # A restarted rank cannot answer, because its previous process was the member.
+        # A restarted rank cannot answer, because the member was its previous process.
         if self._rank not in self.absences.replaced(request.key):
             self.termination.on_request(request, source)
 
@@ -490,7 +491,7 @@ class Agreements:
         self.join_sender.on_withdrawn(source, key)
 
     def on_gone(self, ranks: RankSet, *, is_lost: bool) -> None:
-        """Record that ranks have left or are lost, and end the agreements that wait for them."""
+        """Record that ranks have left or are lost, and end the agreements that are waiting for them."""
         self.absences.on_gone(ranks, is_lost=is_lost)
         self.led.on_gone(ranks)
         self.join_sender.on_gone(ranks)

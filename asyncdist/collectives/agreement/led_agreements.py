@@ -1,4 +1,4 @@
-"""Collects, on an agreement's leader, the members' joins. Decides whether all may start, and sends the decision.
+"""Collects the members' joins on an agreement's leader, decides whether all may start, and sends the decision.
 
 If an agreement fails before all members have joined, its decision is stored for the missing members, which receive it
 when they join. In a large group, whose joins are relayed along a tree (:mod:`asyncdist.collectives.agreement.relays`),
@@ -99,7 +99,7 @@ class LedAgreements:
         """Record that a member has joined an agreement that this rank leads or will lead."""
         key = join.key
         if source in self._absences.gone:
-            # If the member has left the world, it still waits for the decision.
+            # A member that has left the world is still waiting for the decision.
             if source not in self._absences.lost and self._relays.carry(key):
                 over = self.over.decision_for(key, source) or self._decided(key)
                 self._send_anyway(over or Verdict(key.text, gone=(source,)), source)
@@ -218,7 +218,7 @@ class LedAgreements:
             return
         has_decided = source != self._rank and self._has_joined(key) and self._rank not in joins
         if has_decided or objection.is_void(joins):
-            return  # The objection is no longer valid, because the members that it calls absent have joined.
+            return  # The objection is no longer valid: the members that it reported as absent have joined.
         absent = [rank for rank in key.members() - joins.keys() if is_in(rank, objection.absent)]
         if absent and self._rank not in absent and self._relays.carry(key):
             self._doubted[key] = objection, source
@@ -237,7 +237,7 @@ class LedAgreements:
         self._announce(joins, verdict)
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Remove the joins of ranks that have left or are lost, and refuse the agreements that wait for these ranks."""
+        """Remove the joins of ranks that have left or are lost, and refuse the agreements that are waiting for them."""
         self.over.on_gone(ranks)
         for key, joins in list(self.joins.items()):
             for rank in ranks & joins:
@@ -297,7 +297,7 @@ class LedAgreements:
         self.over.keep(verdict, self._absences.may_join(verdict.key, absent))
 
     def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
-        """Refuse an agreement that this rank leads but has not joined, if a member is gone while other members wait.
+        """Refuse an agreement that this rank leads but has not joined, if a member is gone and others are waiting.
 
         This rank may never join the agreement, because it may already have started again without the missing member.
         """

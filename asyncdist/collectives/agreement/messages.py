@@ -131,7 +131,7 @@ class Keyed:
 
 @dataclass(frozen=True, slots=True)
 class Join(Keyed):
-    """Message with which a member notifies the leader that it is about to start the operation.
+    """Notifies the leader that the sender, a member, is about to start the operation.
 
     Attributes:
         taken: Resource numbers, such as group tags, in use on the sender.
@@ -145,10 +145,10 @@ class Join(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Objection(Keyed):
-    """Message with which a rank notifies the leader of an error that prevents the operation's start.
+    """Notifies the leader of an error that prevents the operation's start.
 
     Attributes:
-        kind: Class name of the exception, or empty if members wait for each other in different starts.
+        kind: Class name of the exception, or empty if members are waiting for each other in different starts.
         absent: Ranks that the sender believes absent. If all of them join, the objection is invalid. Empty if it is
             always valid.
     """
@@ -165,14 +165,14 @@ class Objection(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Reminder(Keyed):
-    """Message with which a leader reminds a missing member that the ranks ``present`` wait for it."""
+    """Reminds a missing member that the ranks ``present`` are waiting for it. Sent by the leader."""
 
     present: Runs
 
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Keyed):
-    """Message with which a member asks the leader to refuse the start, because its timeout has passed."""
+    """Asks the leader to refuse the start, because the sender's timeout has passed."""
 
     waited_s: float
 
@@ -211,7 +211,7 @@ class Verdict(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class DecisionRequest(Keyed):
-    """Message with which a member asks another member for the decision of a lost leader.
+    """Asks another member for the decision of a lost leader.
 
     Attributes:
         absent: The lost leader, and all other ranks from which the sender no longer accepts the decision.
@@ -232,7 +232,7 @@ class Undecided(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Keyed):
-    """Message with which a member of a large group reports joined ranks of its subtree to its parent in the tree.
+    """Reports joined ranks in the sender's subtree to the sender's parent in a large group's tree.
 
     Attributes:
         ranks: Ranks that have joined, and that the sender has not reported before.
@@ -250,7 +250,7 @@ class Gathered(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Message that relays a large group's decision down the tree, for the ``ranks`` in the receiver's subtree."""
+    """Relays a large group's decision down the tree, for the ``ranks`` in the receiver's subtree."""
 
     verdict: Verdict
     leader: int
@@ -264,7 +264,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RollCall(Keyed):
-    """Message with which the leader of a large group asks a seemingly missing member whether it has joined.
+    """Asks a seemingly missing member of a large group whether it has joined. Sent by the leader.
 
     A member whose join is still being relayed along the tree answers by sending its join to the leader directly.
     """
@@ -277,7 +277,7 @@ class NotHere(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Keyed):
-    """Message with which a member notifies the other members that it will never start an operation again."""
+    """Notifies the other members that the sender will never start an operation again."""
 
     lost: Losses = ()
 
@@ -323,7 +323,7 @@ class Agreed:
 
 @cached_for_ranks
 def runs_of(ranks: tuple[int, ...]) -> Runs:
-    """Compress a list of ranks to pairs of the first and the last rank of each sequence of consecutive ranks."""
+    """Compress a list of ranks to (first, last) pairs, one for each sequence of consecutive ranks."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

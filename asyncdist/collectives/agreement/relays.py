@@ -89,7 +89,7 @@ class _SubtreeJoins:
     timer: Timer | None = None
 
     def stop_timer(self) -> None:
-        """Cancel the timer after which the unreported joins are reported, if there is one."""
+        """Cancel the timer, if any, after which the unreported joins are reported."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -113,7 +113,7 @@ class Relays:
         self.decisions: dict[tuple[AgreementKey, int], Verdict] = {}
 
     def carry(self, key: AgreementKey) -> bool:
-        """Return whether the messages of agreement ``key`` are relayed along a tree because the group is large."""
+        """Return whether the group of agreement ``key`` is so large that its messages are relayed along a tree."""
         return self._is_on and key.count_of_members > DIRECT_COUNT_MAX
 
     def join(self, join: Join, leader: int) -> None:
@@ -166,7 +166,7 @@ class Relays:
         self._engine.call_later(delay_s, what, run)
 
     def leave(self) -> None:
-        """Report all joins to the parent immediately, and later ones without delay, because this rank leaves."""
+        """Report all joins to the parent now, and later joins without delay, because this rank is leaving."""
         self._has_left = True
         for key, leader in list(self._subtree_joins):
             self._pass_on(key, leader)
@@ -297,7 +297,7 @@ class JoinSender:
         return True
 
     def on_roll_call(self, call: RollCall, source: int) -> None:
-        """Answer a leader's question whether this rank has joined its agreement."""
+        """Answer a leader that asks whether this rank has joined the leader's agreement."""
         has_sent = self.send_directly(call.key, source)
         if not has_sent and call.key not in self._decided and source not in self._absences.gone:
             self._send(NotHere(call.subject), source)

@@ -1,9 +1,9 @@
-"""Detects deadlocks between agreements: ranks that wait for each other in different starts.
+"""Detects deadlocks between agreements: ranks that are waiting for each other in different starts.
 
 If ranks pass different groups, each of their agreements waits forever for members that are in a different agreement.
-Leaders therefore send reminders to missing members. A reminded rank may itself wait, in another start, for a rank that
-has joined the reminded start. It then objects to both starts. A rank that serves others, such as a replay buffer,
-objects to starts in which one of its clients waits for it.
+Leaders therefore send reminders to missing members. A reminded rank may itself be waiting, in another start, for a rank
+that has joined the reminded start. It then objects to both starts. A rank that serves others, such as a replay buffer,
+objects to starts in which one of its clients is waiting for it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NAMED_COUNT_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """An operation that other ranks start, and that waits for this rank while this rank waits for one of them.
+    """An operation whose other members are waiting for this rank, while this rank is waiting for one of them.
 
     Attributes:
         text: Description of both starts, for the error message.
-        waiting: Ranks that wait for this rank in the rival start.
+        waiting: Ranks that are waiting for this rank in the rival start.
     """
 
     key: AgreementKey
@@ -83,7 +83,7 @@ class Duty:
 
 
 class Rivals:
-    """Reminds ranks of operations that wait for them, and detects deadlocks from the reminders of other ranks.
+    """Reminds ranks of operations that are waiting for them, and detects deadlocks from other ranks' reminders.
 
     Args:
         joins: Received join messages of the agreements that this rank leads, by agreement and member. Updated by
@@ -143,7 +143,7 @@ class Rivals:
                 self._look = None
 
     def on_waiting(self) -> None:
-        """Schedule a check whether a member waits for this rank in one of the agreements that this rank leads."""
+        """Schedule a check of whether a member is waiting for this rank in an agreement that this rank leads."""
         if self._duties and self._joins and self._look is None:
             self._look = self._engine.call_later(REMIND_AFTER_S, WaitId(WaitKind.LOOK_AT_STARTS), self._look_at_led)
 
@@ -156,7 +156,7 @@ class Rivals:
         self._engine.recheck()
 
     def _object_because_of_duty(self, reminder: Reminder, leader: int) -> None:
-        """Reject a start in which clients of this rank wait for it, because it cannot join before they have ended."""
+        """Reject a start in which clients of this rank are waiting for it: it cannot join until they have left."""
         now = self._engine.clock()
         for duty in self._duties:
             waiting = sorted(rank for rank in duty.served() if is_in(rank, reminder.present))
@@ -174,7 +174,7 @@ class Rivals:
         return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
     def on_reminder(self, reminder: Reminder, leader: int) -> None:
-        """Object to the operation that this rank starts if it and the operation in the reminder wait for each other."""
+        """If this rank's start and the reminded start are waiting for each other, object to this rank's start."""
         self.received_count += leader != self._rank
         starts = self._starts.values()
         rival = find_rival(reminder, leader, self._rank, self._engine.clock(), starts)
@@ -210,7 +210,7 @@ class Rivals:
 
 
 def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: Collection[OpenStart]) -> Rival | None:
-    """Return the reminded start if it and this rank's only open start wait for each other. Otherwise, return None.
+    """If the reminded start and this rank's only open start are waiting for each other, return the former, else None.
 
     The result is None until a second reminder, because this rank may be about to join the reminded start. It is also
     None if this rank has several open starts, because one of them may end without the waiting members.

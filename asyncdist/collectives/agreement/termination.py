@@ -53,17 +53,17 @@ class Termination:
         self._engine = engine
         self._rank = rank
         self._send = send
-        self._open: set[AgreementKey] = set()  # agreements for whose decisions this rank waits
+        self._open: set[AgreementKey] = set()  # agreements for whose decisions this rank is waiting
         self._received_verdicts: dict[AgreementKey, Verdict] = {}
         self._excluded: dict[AgreementKey, Set[int]] = {}  # ranks from which no decision is accepted, by agreement
         self._asking: dict[AgreementKey, _Asking] = {}
 
     def expect(self, key: AgreementKey) -> None:
-        """Record that this rank waits for the decision of agreement ``key``, and must store it for other members."""
+        """Record that this rank is waiting for the decision of agreement ``key`` and must store it for others."""
         self._open.add(key)
 
     def stop_expecting(self, key: AgreementKey) -> None:
-        """Record that this rank no longer waits for the decision of agreement ``key``."""
+        """Record that this rank is no longer waiting for the decision of agreement ``key``."""
         self._open.discard(key)
 
     def excludes(self, key: AgreementKey, rank: int) -> bool:
@@ -73,7 +73,7 @@ class Termination:
     def accepts(self, verdict: Verdict, source: int) -> bool:
         """Return whether ``verdict`` is new and may be accepted from ``source``.
 
-        If this rank waits for it, also store it.
+        If this rank is waiting for the decision, also store it.
         """
         key = verdict.key
         if key in self._received_verdicts or self.excludes(key, source):

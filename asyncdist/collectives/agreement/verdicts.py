@@ -53,7 +53,7 @@ class LateDecisions:
         self._expect_no_more(rank, [kept for kept in self._kept if kept.of_all_occurrences == key])
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Stop storing decisions for ``ranks``, which join no further agreement."""
+        """Stop storing decisions for ``ranks``, which will join no further agreements."""
         for rank in ranks if self._kept else ():
             self._expect_no_more(rank, list(self._kept))
 

@@ -55,7 +55,7 @@ class MessageCollectives:
                 await receive_exactly(self._engine, piece, root, group.tag)
 
     async def gather(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather equally many bytes from every member on ``root``, whose ``receive`` has a row per member."""
+        """Gather the same number of bytes from every member on ``root``, whose ``receive`` has one row per member."""
         if _is_large(group):
             if 0 < len(send) <= ROW_NBYTES_MAX:
                 flat = None if receive is None else flat_bytes(receive)
@@ -93,13 +93,13 @@ class MessageCollectives:
                     byte_view(part)[:] = own
                 else:
                     await self._receive_exactly(byte_view(part), rank, tag)
-            except RankLostError as error:  # Continue with the other members, because they wait for their sends.
+            except RankLostError as error:  # Continue with the other members, because they are waiting for their sends.
                 lost = lost or error
         if lost is not None:
             raise lost
 
     async def _gather_or_notify(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather on ``root``. If a rank is lost, ``root`` notifies the other members, which wait for a broadcast."""
+        """Gather on ``root``. If a rank is lost, ``root`` notifies the members, which are waiting for a broadcast."""
         try:
             await self._gather_rows(group, send, receive, root)
         except RankLostError as error:
@@ -161,7 +161,7 @@ class MessageCollectives:
 
 
 def _pieces_of(view: memoryview) -> list[memoryview]:
-    """Return the memory of each message with which ``view`` is sent. An empty view is sent as an empty message."""
+    """Return the part of ``view`` that each message sends. An empty view is sent as an empty message."""
     return [piece_of(view, low, high) for low, high in pieces(0, len(view), PIECE_NBYTES)] or [view]
 
 

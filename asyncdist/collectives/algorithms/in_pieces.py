@@ -15,9 +15,10 @@ from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes, spl
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 from asyncdist.waits import WaitId, WaitKind
 
-#: Largest size in bytes of a native reduction in one call. Larger reductions are made in pieces of this size, several
-#: at a time, through buffers that stay in the cache. Reducing 64 MiB of float32 took 78 ms in pieces, 150 ms in place,
-#: and 90 ms with a raw Iallreduce into a second tensor. These are medians of two ranks of Open MPI on two busy cores.
+#: Largest size in bytes of a native reduction in one call. Larger reductions are performed in pieces of this size,
+#: several at a time, through buffers that stay in the cache. Reducing 64 MiB of float32 took 78 ms in pieces, 150 ms in
+#: place, and 90 ms with a raw Iallreduce into a second tensor. These are medians for two Open MPI ranks on two busy
+#: cores.
 PIECE_NBYTES: Final = 1 << 20
 _PIECES_AT_ONCE: Final = 4
 #: Largest size in bytes of one ragged exchange. MPI counts bytes and displacements in 32-bit integers.

@@ -1,4 +1,4 @@
-"""Reduces large tensors in rank order. Each rank reduces its share of every piece, and sends the result to all ranks.
+"""Reduces large tensors in rank order. Each rank reduces its part of every piece, and sends the result to all ranks.
 
 The algorithm sends as many bytes as a ring reduction. Several pieces are in progress at a time, so that ranks that
 share cores rarely wait for each other.
@@ -162,7 +162,7 @@ class _Folding:
         )
 
     def _fold_share(self, turn: int) -> None:
-        """Reduce this rank's share of a piece, and start exchanging the results with all other members."""
+        """Reduce this rank's part of a piece, and start exchanging results with all other members."""
         piece, buffer = self._pieces[turn], self._buffers[turn % len(self._buffers)]
         own = piece.share(self._group.index)
         parts = [*buffer[:, : own.stop - own.start]]

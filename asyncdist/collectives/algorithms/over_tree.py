@@ -51,7 +51,7 @@ Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class TreePosition:
-    """A member's position in the tree of a collective. The member's subtree has the members ``number`` to ``last``.
+    """A member's position in the tree of a collective. Its subtree contains the members ``number`` to ``last``.
 
     Attributes:
         children: Rank of each child, and the first and the last number in its subtree.
@@ -106,7 +106,7 @@ async def broadcast(engine: Engine, group: Group, view: memoryview, root: int) -
 async def gather(
     engine: Engine, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
 ) -> None:
-    """Gather every member's bytes, ``sizes`` of them, into the root's flat uint8 tensor ``receive``."""
+    """Gather every member's bytes, whose counts are ``sizes``, into the root's flat uint8 tensor ``receive``."""
     position, shift = TreePosition.of(group, root), group.ranks.index(root)
     starts = [0, *accumulate((*sizes[shift:], *sizes[:shift]))]
     own, end = starts[position.number], starts[position.last + 1]
@@ -179,7 +179,7 @@ async def _collect(engine: Engine, position: TreePosition, view: memoryview, str
     """
     tag = position.tag
     error: AsyncdistError | None = None
-    for rank, first, last in position.children:  # Continue after an error, because the next child waits for its send.
+    for rank, first, last in position.children:  # Continue after an error: the next child is waiting for its send.
         low, high = stretch(first, last)
         failed = await attempt(receive_in_pieces(engine, view, low, high, rank, tag))
         error = error or failed
@@ -266,8 +266,9 @@ async def _pass_along(
         error: Earlier error on this rank, or None.
 
     Returns:
-        Error that prevented this rank or the next rank from receiving the partial result, or None. And whether
-        ``result`` is complete on the last member, or the reduction needs all tensors at once.
+        A pair. The first item is the error that prevented this rank or the next rank from receiving the partial result,
+        or None. The second is whether ``result`` is complete on the last member, or the reduction needs all tensors at
+        once.
     """
     if group.index + 1 == group.size:
         failed, is_whole = await _receive_partial(engine, group, values, fold, result, None)

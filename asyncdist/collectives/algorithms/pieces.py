@@ -1,6 +1,6 @@
 """Sends bytes between two members of a group in pieces, or a notice of an error instead.
 
-Few bytes are sent as one message. More bytes are sent in pieces, so that a member can relay the first pieces before the
+Small data is sent as one message. Larger data is sent in pieces, so that a member can relay the first pieces before the
 last pieces arrive. A final message of one byte lets the receiver detect a different size.
 
 A member that cannot send the expected bytes sends a *notice* instead: an empty message, followed by the reason. No
@@ -140,7 +140,7 @@ class Outlet:
             self._under_way.append(self._engine.transport.isend(view, self._dest, self._tag))
 
     async def put_all(self, view: memoryview, first: int, end: int) -> None:
-        """Start to send the bytes from ``first`` to ``end`` in pieces."""
+        """Start sending the bytes from ``first`` to ``end`` in pieces."""
         for low, high in pieces(first, end):
             await self.put(piece_of(view, low, high))
 

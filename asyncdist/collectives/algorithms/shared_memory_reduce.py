@@ -1,7 +1,7 @@
-"""Reduces tensors in rank order among the ranks of one host through shared memory, without sending any element.
+"""Reduces tensors in rank order among the ranks on one host through shared memory, without sending any elements.
 
 Each rank copies its tensors to a flat tensor that all members map (:mod:`asyncdist.host_memory.shared_memory`). It then
-reduces its share of all members' elements into its result buffer, and finally copies the results of all members to its
+reduces its part of all members' elements into its result buffer, and finally copies the results of all members to its
 tensors. A barrier follows each of these three phases, and also orders the ranks' memory accesses. Tensors of more than
 64 MiB are processed in pieces, and one *turn* handles the three phases of three consecutive pieces. The result is
 bit-equal to that of :mod:`asyncdist.collectives.algorithms.ordered_reduce`.
@@ -52,12 +52,12 @@ _NOWHERE: Final = bytes(Address.PACKED_NBYTES)
 
 
 def is_worth_sharing(count: int, dtype: torch.dtype) -> bool:
-    """Return whether a host's ranks reduce a flat tensor of this size faster through shared memory than by messages."""
+    """Return whether ranks on one host reduce a flat tensor of this size faster through shared memory than messages."""
     return count * dtype.itemsize >= max(1, SHARED_NBYTES_MIN)
 
 
 class SharedFlatBuffers:
-    """Allocates flat tensors, each followed by result buffers, in memory that the ranks of a host share."""
+    """Allocates flat tensors, each followed by result buffers, in memory that the ranks on a host share."""
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
@@ -86,7 +86,7 @@ class SharedFlatBuffers:
 async def map_shared_buffers(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
     """Map every member's shared memory into this process. All members await this function.
 
-    It makes one small all-gather, or two if a member has not mapped these memories before.
+    It runs one small all-gather, or two if a member has not mapped these memories before.
 
     Args:
         all_gather: Coroutine function that gathers 1-D uint8 tensors over the group.
@@ -188,7 +188,7 @@ def _results_start(count: int, dtype: torch.dtype) -> int:
 
 
 def _result_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size of a result buffer in bytes. It is half a piece, because no rank's share is larger."""
+    """Return the size of a result buffer in bytes. It is half a piece, because no rank reduces a larger part."""
     return _aligned(-(-min(PIECE_NBYTES // dtype.itemsize, count) // 2) * dtype.itemsize)
 
 

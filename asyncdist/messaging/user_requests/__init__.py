@@ -1,1 +1,1 @@
-"""Awaits requests of the user's program: mpi4py's requests, works of torch.distributed and device events."""
+"""Awaits requests of the user's program: mpi4py requests, torch.distributed works and device events."""

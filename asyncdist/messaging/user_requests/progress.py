@@ -1,4 +1,4 @@
-"""Makes requests of mpi4py and torch awaitable in any asyncio program, with or without a world."""
+"""Makes mpi4py and torch requests awaitable in any asyncio program, with or without a world."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Progress:
     to do, it then tests them every 20 µs or so for 20 iterations, and then every millisecond.
 
     **Ownership**: from the first wait for a request until a wait has returned its result, the request belongs to this
-    object. It stores the request with its buffer, and tests it even if no task waits for it. Meanwhile, do not call
-    methods of the request, except ``Cancel`` of a receive.
+    object. It stores the request with its buffer, and tests it even if no task is waiting for it. Meanwhile, do not
+    call methods of the request, except ``Cancel`` of a receive.
 
     **Cancellation**: a cancelled wait does not cancel the request. The next wait for the same request returns its
     result, even if the request has completed meanwhile.
@@ -63,7 +63,7 @@ class Progress:
             RuntimeError: The work has failed.
             TypeError: ``request`` or ``status`` has another type.
             LocalProtocolError: The request is MPI.REQUEST_NULL or inactive, was completed by another call, or belongs
-                to asyncdist. Or this call runs on another event loop.
+                to asyncdist, or this call runs on another event loop.
             ClosedError: The block of ``progress()`` has ended.
 
         If a request of a list fails, its error is raised after all requests have completed. The results of the other
@@ -104,7 +104,7 @@ class Progress:
 
 @asynccontextmanager
 async def progress() -> AsyncIterator[Progress]:
-    """Make requests of mpi4py and torch awaitable in this event loop, without a world.
+    """Make mpi4py and torch requests awaitable in this event loop, without a world.
 
     ::
 
@@ -114,8 +114,8 @@ async def progress() -> AsyncIterator[Progress]:
     Inside a world, use :meth:`asyncdist.World.wait` instead. Its requests share the world's polling.
 
     When the block ends, waits that are still in progress raise ClosedError. If requests have not completed, one warning
-    is logged. They stay in memory with their buffers until the process ends, because MPI may still write to the
-    buffers.
+    is logged. These requests stay in memory with their buffers until the process ends, because MPI may still write to
+    the buffers.
 
     Raises:
         LocalProtocolError: The caller is a simulated rank.

@@ -1,1 +1,1 @@
-"""Notifies all ranks of a large world, along a tree of the ranks, of ranks that leave, end or fail."""
+"""Notifies all ranks in a large world, along a tree of the ranks, when ranks leave, end or fail."""

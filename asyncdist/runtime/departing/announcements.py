@@ -35,7 +35,7 @@ _REPEAT_COUNT: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Message that notifies a neighbour in the tree of a failure of ``rank``, after which the job must stop."""
+    """Notifies a neighbour in the tree that ``rank`` has failed and that the job must stop."""
 
     rank: int
     summary: str
@@ -81,7 +81,7 @@ class Announcements:
         )
 
     def depart(self, departure: Departure) -> None:
-        """Announce to all ranks that main has returned on this rank, or that this rank has ended."""
+        """Announce to all ranks that ``main`` has returned on this rank, or that this rank has ended."""
         self.departures.add(departure, self._services.rank)
         self._send_soon()
 
@@ -139,7 +139,7 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Acknowledge to the neighbours that all ranks have ended, if this rank's whole subtree knows it."""
+        """If this rank's whole subtree knows that all ranks have ended, acknowledge this to the neighbours."""
         for rank in self.departures.take_answers():
             self._send(EndAcknowledged(), rank)
 

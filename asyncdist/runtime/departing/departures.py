@@ -1,6 +1,6 @@
 """Decides which announcements a rank must send to its neighbours in a tree when ranks leave or end.
 
-In a small world, each rank notifies all others when its main returns, and when it has ended. In a larger world, it
+In a small world, each rank notifies all others when its ``main`` returns, and when it has ended. In a larger world, it
 notifies only the ranks with which it has exchanged messages. The remaining ranks are notified along the tree of
 :class:`SpanningTree`, with the announcements that this module selects.
 
@@ -31,7 +31,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 
 class Stage(enum.IntEnum):
-    """Stages of a rank's end: main runs, main has returned, the rank has ended, all ranks know that all have ended."""
+    """Stages of a rank's end: ``main`` runs, it returned, the rank ended, all ranks know that all have ended."""
 
     IN_MAIN = 0
     LEFT = 1
@@ -90,7 +90,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """Message that notifies a neighbour in the tree of new departures, and of the stage that all ranks have reached."""
+    """Notifies a neighbour in the tree of new departures, and of the stage that all ranks have reached."""
 
     departures: tuple[Departure, ...]
     stage: int
@@ -98,7 +98,7 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class EndAcknowledged:
-    """Message with which a rank acknowledges that its whole subtree knows that all ranks have ended."""
+    """Acknowledges that the sender's whole subtree knows that all ranks have ended."""
 
 
 class Departures:
@@ -120,11 +120,11 @@ class Departures:
         self._sent: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self.tree.neighbours}
         self._sent_stage: dict[int, int] = dict.fromkeys(self.tree.neighbours, 0)
         self._informed: set[int] = set()
-        self._unanswered: set[int] = set()  # neighbours that wait for this rank's acknowledgement
+        self._unanswered: set[int] = set()  # neighbours that are waiting for this rank's acknowledgement
         self.stage = Stage.IN_MAIN
 
     def add(self, departure: Departure, source: int) -> list[Departure]:
-        """Add an announcement from ``source``. Return the part of it that was unknown before.
+        """Add an announcement from ``source``. Return the part that was not known before.
 
         Raises:
             RemoteProtocolError: The announcement is invalid.
@@ -277,7 +277,7 @@ class Departures:
         return [Departed(tuple(some), self.stage) for some in _fitting(departures)]
 
     def _forget_direct_notices(self) -> None:
-        """Remove the record of which ranks an ended rank notifies directly, if all neighbours know of its end."""
+        """If all neighbours know of an ended rank's end, forget which ranks it notifies directly."""
         settled = self._known.ended
         for sent in self._sent.values():
             settled &= sent.ended
@@ -290,7 +290,7 @@ class Departures:
 
 @dataclass(slots=True)
 class _Reached:
-    """Bit sets of the ranks on which main has returned, and of the ranks that have ended."""
+    """Bit sets of the ranks on which ``main`` has returned, and of the ranks that have ended."""
 
     left: int = 0
     ended: int = 0

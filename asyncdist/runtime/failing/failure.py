@@ -32,7 +32,7 @@ logger = logging.getLogger("asyncdist.runtime.failing.failure")
 
 #: Seconds that a failed rank waits before it prints its error, because another rank's report may explain the error.
 _END_REASON_S: Final = 0.25
-#: Seconds that main may continue after another rank's failure before it is cancelled.
+#: Seconds that ``main`` may continue after another rank's failure before it is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
 #: Seconds after which a failed rank again notifies the ranks that have not answered.
 _NOTIFY_SILENT_S: Final = 1.0
@@ -44,7 +44,7 @@ _report = FailureReport()
 
 
 class FailureMonitor:
-    """Ends main, by an error or a cancellation, after another rank, a service or the watchdog has failed."""
+    """Ends ``main``, by an error or a cancellation, after another rank, a service or the watchdog has failed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -53,7 +53,7 @@ class FailureMonitor:
         self._active = False
         self.error: BaseException | None = None
         self._is_signalled = False  # whether a signal, which this rank may get too, has ended another rank
-        self.waited: str | None = None  # main's wait when the signal was reported
+        self.waited: str | None = None  # ``main``'s wait when the signal was reported
         world.peers.on_failure(self._hear)
         world.services.on_defect(self.stop)
 
@@ -71,21 +71,21 @@ class FailureMonitor:
             self._is_signalled = True
             try:
                 self.waited = describe_wait(self._task, self._world)
-            except Exception:  # Main must be stopped anyway.
+            except Exception:  # ``main`` must be stopped anyway.
                 logger.warning("the wait of rank %d cannot be described", self._world.rank, exc_info=True)
             if self.waited:
                 error.add_note(f"rank {self._world.rank} was waiting for {self.waited}")
         self.stop(error)
 
     def is_stopped(self) -> bool:
-        """Return whether main has received the error that a signal has ended another rank. It may be cleaning up."""
+        """Return whether ``main`` has received the error that a signal ended another rank. It may be cleaning up."""
         if not self._is_signalled or self.error is None or self._task is None:
             return False
         raised_in = {frame for frame, _ in traceback.walk_tb(self.error.__traceback__)}
         return not raised_in.isdisjoint(frames_of(self._task))
 
     def stop(self, error: BaseException) -> None:
-        """Make main end with ``error``, unless an earlier error is already ending it."""
+        """Make ``main`` end with ``error``, unless an earlier error is already ending it."""
         engine = self._world.services.engine
         if self.error is not None or engine.failure is not None:
             return
@@ -95,7 +95,7 @@ class FailureMonitor:
             self._timer = engine.call_later(_CANCEL_AFTER_S, WaitId(WaitKind.MAIN_END), self._cancel)
 
     def _cancel(self) -> None:
-        # If a signal has already cancelled main, main has more time to clean up.
+        # If a signal has already cancelled ``main``, ``main`` has more time to clean up.
         if self._task is not None and self._active and not self._world.agreements.is_interrupted():
             self._task.cancel()
 
@@ -226,7 +226,7 @@ def _print_same_error(rank: int, first_rank: int, error: BaseException) -> None:
 
 
 async def _wait_for_end_reason(world: World, seconds: float) -> None:
-    """Wait for another rank's failure report. It may be in transit, and may explain this rank's error."""
+    """Wait for another rank's failure report, which may be in transit and may explain this rank's error."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:
@@ -244,7 +244,7 @@ async def _wait_for_end_reason(world: World, seconds: float) -> None:
 def refuse(error: BaseException, caller: FrameType) -> None:
     """Shorten the report of an error that prevents a world from being opened.
 
-    All ranks detect such an error, for example an invalid option. Only the first rank of a host prints a traceback. The
+    All ranks detect such an error, for example an invalid option. Only the first rank on a host prints a traceback. The
     others print one line.
     """
     local_rank = detection.local_rank()
@@ -317,11 +317,11 @@ def uncancel() -> None:
 
 
 def all_others_in(world: World, transport: Transport, *groups: RankSet) -> Callable[[], bool]:
-    """Return a function that returns whether every other rank is lost, or in one of the sets, which may change."""
+    """Return a function that checks whether every other rank is lost or in one of ``groups``, which may change."""
 
     def is_complete() -> bool:
         lost = transport.lost_ranks()
-        if len(lost) + sum(map(len, groups)) < world.size - 1:  # This runs for each message, and is mostly the answer.
+        if len(lost) + sum(map(len, groups)) < world.size - 1:  # Usually true. This check runs for each message.
             return False
         found = RankSet(lost)
         found.add(world.rank)

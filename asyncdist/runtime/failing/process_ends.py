@@ -2,8 +2,8 @@
 
 A forked child has a copy of the rank's memory and file descriptors, but is not a rank. It would disturb the rank, hang
 or crash if it left the world, ran the rank's loop, called MPI_Finalize or closed gloo's connections. A child therefore
-ends as soon as it leaves the context of a policy or of the rank's world. At its exit, only the :mod:`atexit` functions
-run that the child itself has registered.
+ends as soon as it leaves the context of a policy or of the rank's world. At its exit, it runs only the :mod:`atexit`
+functions that it has registered itself.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ProgramEnd:
 
         Args:
             signalled: Exception that a signal handler has raised. It counts if :func:`sys.exit` was not called.
-            is_forked: Whether this process is a forked child. Otherwise, a notebook or an interactive Python continues
-                after an exception.
+            is_forked: Whether this process is a forked child. If it is not, a notebook or an interactive Python
+                continues after an exception.
         """
         last = _last_error()
         if last is not self._error_before and (is_forked or not hasattr(sys, "ps1")):
@@ -163,7 +163,7 @@ def _end_in_loop(rank: int) -> None:
 
 
 def end_forked_child(process_id: int, error: BaseException | None) -> None:
-    """End this process, with an exit code for ``error``, if it is a forked child of the process ``process_id``."""
+    """If this process is a forked child of the process ``process_id``, end it with an exit code for ``error``."""
     if os.getpid() == process_id:
         return
     while isinstance(error, ForkedChildError) and error.__context__ is not None:
@@ -179,7 +179,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End each child that main has forked when the child leaves the ``with`` block, in which main runs."""
+    """End each child that ``main``, which runs in the ``with`` block, has forked once the child leaves the block."""
     process_id = os.getpid()
     try:
         yield

@@ -24,11 +24,11 @@ _MACHINERY: Final = (
 )
 #: Modules whose frames precede the exception group of spawned tasks in a traceback.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
-#: Functions that call a rank's main or the user's blocking code.
+#: Functions that call a rank's ``main`` or the user's blocking code.
 _HOSTS: Final = (("asyncdist.runtime.hosting", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
-#: Functions of asyncdist whose frames may lie between the host of a rank and the user's code.
+#: asyncdist functions whose frames may lie between the function that hosts a rank and the user's code.
 _WRAPPERS: Final = (("asyncdist.launch.rank_process", "_with_groups"), ("asyncdist.blocking.world", "open_world"))
-#: Function that checks main before it is called. Its errors quote the user's line, so they need no traceback.
+#: Function that checks ``main`` before it is called. Its errors quote the user's line, so they need no traceback.
 _REFUSAL: Final = ("asyncdist.validation", "main_function")
 
 

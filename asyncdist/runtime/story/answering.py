@@ -1,6 +1,6 @@
 """Reports a rank's current waits on request, and prints the waits of all ranks if no rank makes progress.
 
-A separate thread answers the requests. The loop collects the waits or, if main blocks the loop, the thread does.
+A separate thread answers the requests. The loop collects the waits or, if ``main`` blocks the loop, the thread does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("asyncdist.runtime.story.answering")
 _END: Final = b"!"
 _ASKED: Final = b"?"
 
-#: Seconds in which the loop must answer. Otherwise, it counts as blocked.
+#: Seconds in which the loop must answer. After that, it counts as blocked.
 _LOOP_S: Final = 0.3
 #: Number of checks for progress within ``stall_s`` seconds, and maximum seconds between two checks.
 _LOOKS_IN_STALL: Final = 4
@@ -45,15 +45,15 @@ _PERIOD_S_MAX: Final = 1.0
 _KEEPER_COUNT: Final = 4
 #: Seconds between a signal and the report. In this time, the signal reaches all ranks, and only one of them prints.
 _ASKED_TOGETHER_S: Final = 0.3
-#: Seconds during which a rank answers other ranks that it has received the signal, because a signal waits while
-#: compiled code runs.
+#: Seconds during which a rank answers other ranks that it has received the signal, because a signal is not handled
+#: while compiled code runs.
 _ASKED_S: Final = 3.0
 
 
 class WaitReporter:
     """Reports one rank's waits on request over a socket, and the waits of all ranks if no rank makes progress.
 
-    All ranks' waits are printed after ``stall_s`` seconds without progress, or never if it is infinity.
+    All ranks' waits are printed after ``stall_s`` seconds without progress, or never if ``stall_s`` is infinity.
     """
 
     def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
@@ -80,7 +80,7 @@ class WaitReporter:
     def begin(self) -> None:
         """Open a socket, if this host has a folder for sockets, and start the thread that answers on it.
 
-        If the system refuses that, for example because the user has too many threads, log a warning.
+        If the system does not allow this, for example because the user has too many threads, log a warning.
         """
         try:
             opened = sockets.listen(self._world.services.job, self._world.rank)
@@ -118,7 +118,7 @@ class WaitReporter:
     def forget_in_child(self) -> None:
         """Close this rank's socket in a forked child.
 
-        Otherwise, the child would keep it open after the rank's death.
+        The child would otherwise keep it open after the rank's death.
         """
         if self._listener is not None:
             self._listener.close()
@@ -131,7 +131,7 @@ class WaitReporter:
     # -- in the rank's thread, or in a signal's handler there ---------------------------------------------------------
 
     def report(self) -> str:
-        """Report the waits of this host's ranks, because this rank has received the signal that requests a report.
+        """Report the waits of the ranks on this host, because this rank has received the signal that requests a report.
 
         The answering thread asks the other ranks and prints all reports, unless a lower rank has also received the
         signal and prints them.
@@ -149,7 +149,7 @@ class WaitReporter:
         return ""
 
     def report_abort(self) -> str:
-        """Return and record a report on the waits of all ranks of this host, because the job is being aborted."""
+        """Return and record a report on the waits of all ranks on this host, because the job is being aborted."""
         text = describe_job(*self._ask_all(collect(self._world, self._main, self._activity)))
         self._world.services.events.record("told", f"{ABORT}; {text}")
         return text
@@ -214,7 +214,7 @@ class WaitReporter:
 
     def _counters(self) -> RankCounters:
         found = counters_of(self._world.services)
-        with contextlib.suppress(RuntimeError, AttributeError):  # Main continued while its wait was read.
+        with contextlib.suppress(RuntimeError, AttributeError):  # ``main`` continued while its wait was read.
             return replace(found, waiting_s=seconds_waited(self._main, self._world))
         return found
 
@@ -300,14 +300,14 @@ class WaitReporter:
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
         self._reported_progress_at = self._activity.progressed_at
         self.reported_at = time.monotonic()
-        self._stall_s *= 2  # Print the next report only after twice as long.
+        self._stall_s *= 2  # Print the next report only after twice the time.
 
     def _other_sockets(self) -> list[RankSocket]:
         assert self._path is not None, "it has begun"
         return [peer for peer in sockets.rank_sockets(self._path.parent) if peer.rank != self._world.rank]
 
     def _does_lower_rank_report(self) -> bool:
-        """Return whether a lower rank of this host is alive, and therefore prints the reports instead of this rank."""
+        """Return whether a lower rank on this host is alive, and therefore prints the reports instead of this rank."""
         lower = (peer for peer in self._other_sockets() if peer.rank < self._world.rank)
         return any(sockets.answers_pulse(peer) for peer in lower)
 

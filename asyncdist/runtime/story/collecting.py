@@ -77,7 +77,7 @@ class Activity:
             return
         try:
             self._sample(time.monotonic())
-        except RuntimeError:  # A dictionary changed while it was read, so the rank makes progress.
+        except RuntimeError:  # A dictionary changed while it was read, so the rank is making progress.
             self.progressed_at = time.monotonic()
         finally:
             self._lock.release()
@@ -135,7 +135,7 @@ def collect(
 ) -> RankStory:
     """Return a report of a rank's waits, policies, channels and events.
 
-    ``frame`` is the current frame of the rank's thread if its loop is blocked, otherwise None.
+    If the rank's loop is blocked, ``frame`` is the current frame of the rank's thread, otherwise None.
     """
     services = world.services
     vacant = services.lost_ranks() & services.engine.transport.vacant_ranks()
@@ -172,7 +172,7 @@ def collect(
 
 
 def _state(main: asyncio.Task[Any], activity: Activity, frame: types.FrameType | None) -> tuple[MainState, str, str]:
-    """Return the state of main, its current line of user code, and its innermost line if that is different."""
+    """Return the state of ``main``, its current line of user code, and its innermost line if that is different."""
     if frame is None:
         has_returned = all(is_library(each) for each in frames_of(main))
         return "returned" if has_returned else "awaits", "", ""
@@ -198,13 +198,13 @@ def _is_users(frame: types.FrameType) -> bool:
 
 
 def seconds_waited(main: asyncio.Task[Any], world: World) -> float:
-    """Return how long main has been waiting for other ranks, or 0 if it does not wait for them."""
+    """Return the seconds that ``main`` has been waiting for other ranks, or 0 if it is not waiting for them."""
     ages = map(world.services.engine.awaited_s, futures_awaited(main, world) or ())
     return max((age for age in ages if age is not None), default=0.0)
 
 
 def _has_further_tasks(world: World, listed: Sequence[asyncio.Task[Any]]) -> bool:
-    """Return whether there are spawned tasks, or tasks with user code, that no task in ``listed`` is or waits for."""
+    """Return whether any spawned task or task with user code is neither in ``listed`` nor awaited by a task in it."""
     tasks = asyncio.all_tasks(world.services.engine.loop)
     # Mains of other ranks that share the loop, with the tasks that they await, cannot help this rank either.
     mains = [task for task in tasks if any(frame.f_code.co_name == "host_rank" for frame in frames_of(task)[:1])]
@@ -256,7 +256,7 @@ def _first(ranks: Iterable[int]) -> list[int]:
 
 
 def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
-    """Return the oldest unfinished collective if the task waits in a collective, or None."""
+    """Return the oldest unfinished collective if the task is waiting in a collective, or None."""
     engine = world.services.engine
     if not any(future in engine.collective_waits for future in _waiters(task, engine)):
         return None
@@ -266,7 +266,7 @@ def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
 
 
 def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
-    """Yield the future that a task waits for, then the future that this future depends on, and so on."""
+    """Yield the future that a task is waiting for, then the future that this future depends on, and so on."""
     seen: set[int] = set()
     waiter = waiter_of(task)
     while waiter is not None and id(waiter) not in seen:

@@ -1,4 +1,4 @@
-"""Handles SIGUSR1 by printing the waits of all ranks of this host on standard error. The ranks continue."""
+"""Handles SIGUSR1 by printing the waits of all ranks on this host on standard error. The ranks continue."""
 
 from __future__ import annotations
 
