@@ -72,9 +72,9 @@ class RankCounters:
         sent_count, received_count: Numbers of messages sent and received on channels.
         sent_nbytes: Number of bytes of tensors sent in streams, by policies and the program.
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
-        waited_s: Seconds that main and its tasks have waited for other ranks since the counters were first read. Waits
-            in progress are excluded.
-        waiting_s: Age in seconds of main's wait for other ranks that is in progress, or 0.
+        waited_s: Seconds that ``main`` and its tasks have waited for other ranks since the counters were first read.
+            Waits in progress are excluded.
+        waiting_s: Seconds that ``main`` has been waiting for other ranks so far, or 0 if it is not waiting.
     """
 
     rank: int

@@ -44,7 +44,7 @@ _Wait: TypeAlias = tuple[
 ]
 #: Value of a field that this version does not know.
 _Other: TypeAlias = bool | int | float | Text | list[int | float] | None
-#: Name of a job, which is the prefix of its files. With other names, a forged recording could replace a file
+#: Name of a job, which is the prefix of its files. If any name were valid, a forged recording could replace any file
 #: ``NAME.html``.
 _Job: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
 _Name: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,31}\Z")]
@@ -209,7 +209,7 @@ _new_event: Final = functools.partial(tuple.__new__, Event)
 
 
 class EventError(Exception):
-    """A block has invalid content. The message names the event, the field and the allowed values."""
+    """Raised if a block has invalid content. The message names the event, the field and the allowed values."""
 
 
 class EventSchema:
@@ -309,7 +309,7 @@ class EventSchema:
 
 
 def _unpacker() -> msgpack.Unpacker:
-    """Return an unpacker for objects of one block. It can be fed with a large block that follows smaller ones."""
+    """Return an unpacker for objects of one block. It also accepts a large block after smaller ones."""
     limits = dict.fromkeys(("max_str_len", "max_bin_len", "max_array_len", "max_ext_len"), OBJECT_NBYTES_MAX)
     return msgpack.Unpacker(
         max_buffer_size=2 * OBJECT_NBYTES_MAX, use_list=False, max_map_len=OBJECT_NBYTES_MAX // 2, **limits

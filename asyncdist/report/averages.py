@@ -84,7 +84,7 @@ class RankAverages:
 
 
 class Averages:
-    """All rounds of averaging of a job.
+    """All averaging rounds of a job.
 
     Attributes:
         ranks: Contributions and averages, keyed by rank.
@@ -132,7 +132,7 @@ class Averages:
         found.outer_norm, found.cosine = event.get("outer_norm"), event.get("cosine")
 
     def first_s(self, rank: int, place: tuple[int, int], event: Event) -> float:
-        """Return the time of the first contribution to the round of ``event``, which must be a contribution."""
+        """Return the time of the first contribution to the round to which ``event``, a contribution, belongs."""
         return self._find(rank, place, event).first_s
 
     def count_late(self) -> None:

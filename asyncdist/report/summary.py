@@ -22,7 +22,7 @@ from asyncdist.report.series import Interned, LogHistogram, Thinned, TimeBins
 _METRIC_COUNT: Final = 20_000
 #: Maximum number of changes of hyperparameters that are stored.
 _HYPERPARAMETER_COUNT: Final = 100_000
-#: Maximum number of ranks, for which each table of all pairs of ranks takes 32 MB.
+#: Maximum number of ranks. At this number, each table of all pairs of ranks takes 32 MB.
 SIZE_MAX: Final = 2048
 #: Maximum number of policies that a rank can have open at once. Each belongs to a different population.
 POPULATION_COUNT_MAX: Final = 8
@@ -49,7 +49,7 @@ class Applied(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The start of a policy in a restarted process, with the weights of ``donor``, which are new if it is ``rank``."""
+    """The start of a policy in a restarted process with the weights of ``donor``; new weights if that is ``rank``."""
 
     time_s: float
     rank: int
@@ -118,14 +118,15 @@ class Summary:
         begun: Starts of policies in restarted processes, oldest first.
         hyperparameters: New hyperparameters, each with time, rank and values keyed by name.
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
-        news: Losses, failovers, errors of main and incomplete files, each with time, reporting rank and text.
+        news: Losses, failovers, errors of ``main`` and incomplete files, each with time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began, or infinity.
-        ends: Error that ended main on each recorded rank: an empty string if main returned, None if the end is not
-            recorded. For a restarted rank, it is the error in the last process.
+        ends: Error that ended ``main`` on each recorded rank: an empty string if ``main`` returned, None if the end is
+            not recorded. For a restarted rank, it is the error in the last process.
         message_count: Number of messages, including messages of policies and of the runtime.
         messages: Numbers of messages of the program's own channels.
         donor_lists, weight_lists: Donors and their weights in ``applied``. All ranks record the same ones.
-        told: Summaries of the reports that the job made no progress, without duplicates. They are also in ``news``.
+        told: Summaries of the reports that the job was making no progress, without duplicates. They are also in
+            ``news``.
     """
 
     size: int
@@ -150,7 +151,7 @@ class Summary:
 
     @property
     def replacement_count(self) -> int:
-        """Number of times that a policy has replaced a rank's weights, without averages of contributions."""
+        """Number of times that a policy has replaced a rank's weights, not counting averages of contributions."""
         return len(self.applied) - sum(each.applied_count for each in self.averages.rounds())
 
 
