@@ -19,7 +19,7 @@ _TAG: Final = 99
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A library with which asyncdist is compared.
+    """Describes a library with which asyncdist is compared.
 
     Attributes:
         name: The calls with which the library sends and receives tensors.

@@ -33,7 +33,7 @@ _TEXTS: Final[Mapping[str, int]] = {"policy": 24, "role": 8, "latest": 40}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Latest counters of one rank.
+    """Stores the latest counters of one rank.
 
     Attributes:
         now: Latest counters, or None.
@@ -112,7 +112,7 @@ Value: TypeAlias = float | str | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table.
+    """Describes a column of the table.
 
     Attributes:
         meaning: Explanation for readers of the page.

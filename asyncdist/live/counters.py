@@ -20,7 +20,7 @@ _ATTEMPT_COUNT_MAX: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class PolicyCounters:
-    """Counters of one policy on one rank.
+    """Stores the counters of one policy on one rank.
 
     Attributes:
         policy: Name of the policy, or "". If several open policies have the same name, the second is called ``"name
@@ -63,7 +63,7 @@ class PolicyCounters:
 
 @dataclass(frozen=True, slots=True)
 class RankCounters:
-    """Counters of one rank since its world was opened.
+    """Stores the counters of one rank since its world was opened.
 
     Attributes:
         job: Name of the job, eight hexadecimal digits.
@@ -203,7 +203,7 @@ EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One exported number: its key in :data:`EXPORTED`, its value and its labels."""
+    """Describes one exported number: its key in :data:`EXPORTED`, its value and its labels."""
 
     name: str
     value: float

@@ -53,7 +53,7 @@ _EVERY_MAX: Final = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The network link of a host.
+    """Describes the network link of a host.
 
     Attributes:
         bandwidth_nbytes_per_s: Bytes per second in each direction.
@@ -70,7 +70,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The ranks of a job, each on its own host.
+    """Describes the ranks of a job, each on its own host.
 
     Attributes:
         param_count: Number of the model's parameters, which are stored in float32.
@@ -90,7 +90,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The encoding of values on the wire.
+    """Describes the encoding of values on the wire.
 
     Attributes:
         name: Value of a policy's option ``wire``.
@@ -180,7 +180,7 @@ Method: TypeAlias = DataParallel | AverageAll | DiLoCo | SelectiveAveraging
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCost:
-    """The cost of one averaging round for the busiest rank.
+    """Describes the cost of one averaging round for the busiest rank.
 
     Attributes:
         sent_nbytes: Bytes that the rank sends.
@@ -317,7 +317,7 @@ def _selective(job: Job, method: SelectiveAveraging) -> RoundCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingOptions:
-    """The user's options for Streaming DiLoCo. None means a value that depends on the steps between rounds."""
+    """Stores the user's options for Streaming DiLoCo. None means a value that depends on the steps between rounds."""
 
     fragments: int | None = None
     overlap_steps: int | None = None
@@ -325,7 +325,7 @@ class StreamingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the plan's tables: an averaging method with a codec.
+    """Describes a row of the plan's tables: an averaging method with a codec.
 
     Attributes:
         method: Function that returns the method with a given number of steps between rounds, or None if it cannot be

@@ -15,7 +15,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured loss of one outer rule with four ranks, for one kind of data and one ratio of speeds.
+    """Stores the measured loss of one outer rule with four ranks, for one kind of data and one ratio of speeds.
 
     Attributes:
         rule: Name of the recommended asynchronous rule.

@@ -112,7 +112,7 @@ CAPACITY: Final = 256
 
 
 class Event(NamedTuple):
-    """An event on one rank.
+    """Describes an event on one rank.
 
     Attributes:
         time_s: Time in seconds, on the clock of the rank's loop, which starts at an arbitrary moment.

@@ -43,7 +43,7 @@ class RecordingError(AsyncdistError):
 
 @dataclass(frozen=True, slots=True)
 class RankRecording:
-    """Recording of one process of a rank.
+    """Reads the recording of one process of a rank.
 
     Attributes:
         nbytes: Size of the file in bytes when it was opened. Events that a running rank writes later are not read.
@@ -149,7 +149,7 @@ class RankRecording:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Recording of a job: the files of all its ranks, ordered by rank and incarnation."""
+    """Represents the recording of a job: the files of all its ranks, ordered by rank and incarnation."""
 
     job: str
     size: int

@@ -22,7 +22,7 @@ from asyncdist.validation import printable
 
 #: Maximum number of ranks of a job.
 SIZE_MAX: Final = 1 << 16
-#: Maximum size of a header or a block, in bytes. Writers make blocks of 32 KiB, or larger ones for a long event.
+#: Maximum size of a header or a block, in bytes. Writers produce blocks of 32 KiB, or larger blocks for long events.
 OBJECT_NBYTES_MAX: Final = 1 << 22
 #: Maximum times on a monotonic clock (some 300 years) and on the wall clock (the year 9999), in seconds.
 CLOCK_S_MAX: Final = 1e10
@@ -51,7 +51,7 @@ _Name: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,31}\Z")]
 
 
 class RecordedCapabilities(Struct, frozen=True):
-    """Capabilities of a recorded rank's transport (:class:`asyncdist.transports.base.Capabilities`)."""
+    """Stores the capabilities of a recorded rank's transport (:class:`asyncdist.transports.base.Capabilities`)."""
 
     native_collectives: bool
     survives_rank_loss: bool
@@ -63,7 +63,7 @@ class RecordedCapabilities(Struct, frozen=True):
 
 
 class RandomStates(Struct, frozen=True):
-    """Initial states of a rank's random generators, as Python, numpy and torch return them.
+    """Stores the initial states of a rank's random generators, as Python, numpy and torch return them.
 
     ``numpy`` is None if numpy's global generator is not an MT19937.
     """
@@ -91,7 +91,7 @@ class RandomStates(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """Header of a rank's file, as :func:`asyncdist.recording.writer.header_of` writes it.
+    """Defines the header of a rank's file, as :func:`asyncdist.recording.writer.header_of` writes it.
 
     Attributes:
         asyncdist: Version of asyncdist.
@@ -124,7 +124,7 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """Initial conditions of a rank, read from the header of its file. A replay starts with them.
+    """Stores the initial conditions of a rank, read from the header of its file. A replay starts with them.
 
     Attributes:
         hosts: For each rank, the lowest rank on its host. None if all ranks are on one host.
@@ -153,7 +153,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
 
 class Preamble(Struct, frozen=True):
-    """The part of a header that identifies a recording and the version of its format."""
+    """Defines the part of a header that identifies a recording and the version of its format."""
 
     format: Any = None
     version: Any = None

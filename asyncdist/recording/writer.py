@@ -76,7 +76,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
-    """Options of :func:`asyncdist.run` for recording. Raises TypeError or ValueError if they are invalid.
+    """Stores the options of :func:`asyncdist.run` for recording. Raises TypeError or ValueError if they are invalid.
 
     Attributes:
         limit_nbytes: Maximum size of a rank's file.

@@ -36,7 +36,7 @@ RoundNumber: TypeAlias = tuple[int, int, int]
 
 
 class Applied(NamedTuple):
-    """A replacement of a rank's weights by an average."""
+    """Describes the replacement of a rank's weights with an average."""
 
     time_s: float
     rank: int
@@ -49,7 +49,7 @@ class Applied(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The start of a policy in a restarted process with the weights of ``donor``; new weights if that is ``rank``."""
+    """The start of a policy in a restarted process with the weights of ``donor``, or new ones if that is ``rank``."""
 
     time_s: float
     rank: int
@@ -59,7 +59,7 @@ class Begun(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """An averaging round, with the times at which its phases ended, in seconds since the job began.
+    """Describes an averaging round, with the times at which its phases ended, in seconds since the job began.
 
     Attributes:
         number: Identity of the round. Policies on different groups of ranks number their rounds independently.
@@ -83,7 +83,7 @@ class Round:
 
 @dataclass(slots=True)
 class RankSummary:
-    """Step times of one rank: seconds between the ends of consecutive steps, and seconds in ``policy.step``.
+    """Stores the step times of one rank: seconds between the ends of consecutive steps, and seconds in ``policy.step``.
 
     ``lag_bins`` has, over time, this rank's delay in seconds after the first rank that contributed to a round, or that
     reported an iteration's metric.
@@ -97,7 +97,7 @@ class RankSummary:
 
 @dataclass(slots=True)
 class Population:
-    """A group of policies that exchange weights, one on each rank, and their successors.
+    """Describes a group of policies that exchange weights, one on each rank, and their successors.
 
     ``metrics`` has the times and values of the metric, keyed by rank. ``shares``, of shape (size, size), has the
     fractions of each rank's final weights (row) that descend from each rank's initial weights (column).
@@ -110,7 +110,7 @@ class Population:
 
 @dataclass(slots=True)
 class Summary:
-    """Contents of a job's report.
+    """Stores the contents of a job's report.
 
     Attributes:
         began_at_s: Time of the first event, in seconds since 1970.
@@ -474,7 +474,7 @@ def _follow(summary: Summary) -> None:
 
 @dataclass(slots=True)
 class _Mixture:
-    """The ranks from whose initial weights an average descends, and the ranks that have applied it."""
+    """Stores the ranks from whose initial weights an average descends, and the ranks that have applied it."""
 
     donors: tuple[int, ...]
     shares: NDArray[np.float32]

@@ -12,7 +12,7 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Message:
-    """A simulated message, which is also the sender's send request."""
+    """Represents a simulated message, which is also the sender's send request."""
 
     __slots__ = (
         "data",

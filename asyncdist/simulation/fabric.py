@@ -34,7 +34,7 @@ _SHARED_COUNT_MAX: Final = 1024
 
 
 class Receive:
-    """A receive request. :meth:`start` posts it, and may be called again after completion."""
+    """Represents a receive request. :meth:`start` posts it, and may be called again after completion."""
 
     __slots__ = (
         "_fabric",
@@ -90,7 +90,7 @@ class Receive:
 
 
 class LateReceive(Receive):
-    """A receive that writes its buffer only when it is tested. All ranks may therefore share the buffer."""
+    """Represents a receive that writes its buffer only when tested. All ranks may therefore share the buffer."""
 
     __slots__ = ("_data",)
 
@@ -110,7 +110,7 @@ class LateReceive(Receive):
 
 
 class _Path:
-    """State of the link from one rank to another. If ``is_shared``, other links use the same network interfaces."""
+    """Stores the state of the link between two ranks. If ``is_shared``, other links use the same network interfaces."""
 
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival", "last_entry")
 
@@ -124,7 +124,7 @@ class _Path:
 
 
 class Fabric:
-    """The simulated network, which carries the messages of all ranks and applies faults to messages and links.
+    """Simulates the network: carries the messages of all ranks, and applies faults to messages and links.
 
     When a fault fires, ``on_fired`` is called with the fault's index in the plan. When a fault kills a rank,
     ``on_kill`` is called with the rank and the fault's index.

@@ -38,7 +38,7 @@ class EndlessLoopError(LocalProtocolError):
 
 
 class Scheduler:
-    """Virtual clock and event queue of a simulation.
+    """Stores the virtual clock and the event queue of a simulation.
 
     Args:
         rng: Random generator for the order of simultaneous events.

@@ -13,7 +13,7 @@ MainState: TypeAlias = Literal["awaits", "returned", "computes", "blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective in progress on a rank. ``number`` counts the rank's collectives in the group, from 1."""
+    """Describes a collective in progress on a rank. ``number`` counts the rank's collectives in the group, from 1."""
 
     tag: int
     number: int
@@ -47,7 +47,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class ChannelState:
-    """A channel of the user's program, with its message counts on this rank."""
+    """Describes a channel of the user's program, with its message counts on this rank."""
 
     name: str
     tag: int
@@ -59,7 +59,7 @@ class ChannelState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """The state of a policy on this rank.
+    """Describes the state of a policy on this rank.
 
     ``round`` is the number of an exchange of weights, and ``role`` the rank's part in it: a state of
     ``protocols.selective.member``, in lower case. ``coordinator`` is the rank that has taken over from the first

@@ -71,7 +71,7 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class RankSocket:
-    """The path of a rank's socket, which contains the rank and its pid."""
+    """Stores the path of a rank's socket, which contains the rank and its pid."""
 
     path: Path
     rank: int

@@ -104,7 +104,7 @@ def _values(rows: Sequence[Row], name: str, quantity: str) -> Iterator[tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The counters of a job at one time, encoded once for all viewers.
+    """Stores the counters of a job at one time, encoded once for all viewers.
 
     Attributes:
         packed: ``body``, which is JSON, compressed with gzip.

@@ -26,7 +26,7 @@ _GATHERED: Final[Any] = tasks._GatheringFuture  # type: ignore[attr-defined]
 
 
 class _InOrder(set[Any]):
-    """A set that iterates over its members in insertion order."""
+    """Iterates over its members in insertion order, unlike a plain set."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
         self._order = dict.fromkeys(members)

@@ -136,7 +136,7 @@ class _Seed(ISeedSequence):
 
 
 class _States(NamedTuple):
-    """Random states of one process. ``numpy`` is a ``RandomState`` that uses ``generator``."""
+    """Stores the random states of one process. ``numpy`` is a ``RandomState`` that uses ``generator``."""
 
     torch: torch.Tensor
     generator: Any

@@ -195,7 +195,7 @@ class ReplayedEngine(ObservedEngine):
         wake = functools.partial(resolve_waiter, waiter, None)
         with gate.inputs.deadlines.waiting(what, self.loop.time(), wake):
             gate.input_checks.look_soon()
-            if not gate.inputs.remains_in_record(what):  # the job's failure ended it, or ``main`` ended first
+            if not gate.inputs.remains_in_record(what):  # the job failed, or ``main`` ended first
                 await self.park(waiter, what, is_of_request=True)
                 return
             if asyncio.current_task() is gate.main:

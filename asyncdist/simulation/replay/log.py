@@ -66,7 +66,7 @@ class ReceivedMessages(RecordedInput):
 
 @dataclass(slots=True)
 class ReceivedByTask(ReceivedMessages):
-    """A message that a task received outside a polling pass. In the replay, task ``late_for`` waits for it."""
+    """A message that a task received outside a polling pass. In the replay, task ``late_for`` is waiting for it."""
 
     late_for: asyncio.Task[Any] | None = None
     counts: ClassVar[bool] = False
@@ -141,7 +141,7 @@ Entry: TypeAlias = RecordedInput | SafePoint
 
 @dataclass(slots=True)
 class RankLog:
-    """Record of one rank: its inputs and its decisions.
+    """Stores the record of one rank: its inputs and its decisions.
 
     Attributes:
         early: Number of messages received before the rank's world was open, keyed by source and tag.

@@ -52,7 +52,7 @@ _LOOK_EVERY: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Result of a replay.
+    """Describes the result of a replay.
 
     Attributes:
         report: Report of the simulation, without a result for each rank in ``cut_ranks``.
