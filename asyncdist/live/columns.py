@@ -92,7 +92,7 @@ class Readings:
 
 
 def _begins_anew(before: RankCounters, now: RankCounters) -> bool:
-    """Return whether a new process has begun, or the policy with the most steps has begun, possibly at a late step."""
+    """Return whether a new process, or the policy with the most steps, has begun since ``before``, at any step."""
     policy = now.first_policy
     has_begun = policy is not None and policy.step > 0 and not policy_step(before, policy.policy)
     return has_begun or (before.job, before.incarnation) != (now.job, now.incarnation)

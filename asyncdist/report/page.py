@@ -138,7 +138,7 @@ def _facts_of_rounds(summary: Summary) -> Iterator[tuple[str, str]]:
 def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | str | None]]:
     """Yield title, note and figure of each section. The figure may be an HTML table.
 
-    The figure is None if there is no data, because plotly would invent axes.
+    The figure is None if there is no data, because plotly would draw invented axes.
     """
     yield from _of_populations(summary)
     if summary.rounds or not summary.averages.ranks:

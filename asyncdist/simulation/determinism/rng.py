@@ -226,7 +226,7 @@ class RandomStates:
             yield
 
     def _entropy_bytes(self, count: int) -> bytes | None:
-        """Return random bytes for the running rank, or None outside all ranks."""
+        """Return random bytes for the running rank, or None if no rank is running."""
         rank = self.current
         if rank == self._outside:
             return None

@@ -28,7 +28,7 @@ DECISIONS: Final = frozenset(
         *("coordinator", "closed", "weights", "lost", "contributed"),
     }
 )
-#: Tags of the messages of collectives.
+#: Tags of collectives' messages.
 COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 #: Errors with which a signal ended the user's ``main``.
 _SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", f"SystemExit: {128 + signal.SIGHUP}", "KeyboardInterrupt")
