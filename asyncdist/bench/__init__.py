@@ -13,5 +13,5 @@ Rank 0 prints a table of medians. Both libraries are measured alternately in the
 - ``bandwidth``: rate of a large tensor between ranks 0 and 1: ``world.send_stream`` and ``world.receive_stream``,
   compared with one blocking message.
 - ``ringtest``: time of a small message from rank to rank, in a ring of all ranks.
-- ``step``: time of an idle ``policy.step()``, compared with ``asyncio.sleep(0)``, on one rank or more.
+- ``step``: time of an idle ``policy.step()``, compared with ``asyncio.sleep(0)``, on one or more ranks.
 """

@@ -1,4 +1,4 @@
-"""The command ``python -m asyncdist.bench``, which runs one benchmark."""
+"""Implements ``python -m asyncdist.bench``, which runs one benchmark."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _sizes(text: str, largest: int) -> list[int]:
 async def _main(world: ad.World, options: argparse.Namespace) -> int:
     """Run a benchmark on this rank, and return the exit code.
 
-    Rank 0 prints the table, or why the benchmark cannot run.
+    Rank 0 prints the table, or the reason why the benchmark cannot run.
     """
     refusal = ""
     if world.is_simulated:

@@ -19,7 +19,7 @@ _TAG: Final = 99
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A library with which asyncdist is compared.
+    """Describes a library with which asyncdist is compared.
 
     Attributes:
         name: The calls with which the library sends and receives tensors.
@@ -37,7 +37,7 @@ class Rival:
         self.round_trips(outgoing, incoming, 1, rank, peer)
 
     def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int, rank: int, peer: int) -> None:
-        """Send ``count`` messages to the peer and receive as many, alternately. The lower rank begins."""
+        """Alternately send a message to the peer and receive one, ``count`` times each. The lower rank begins."""
         for _ in range(count):
             if rank < peer:
                 self.send(outgoing, peer)
@@ -57,7 +57,7 @@ def rival_on_gloo(dist: Any) -> Rival:
 
 
 async def rival_of(world: ad.World) -> Rival:
-    """Return the other library, which uses the same network backend as the world. All ranks must call this function."""
+    """Return the library to compare with, on the same network backend as the world. All ranks must call this."""
     if world.transport_name != "torch":
         from mpi4py import MPI
 
@@ -71,7 +71,7 @@ async def rival_of(world: ad.World) -> Rival:
 
     dist: Any = distributed
     if not dist.is_initialized():
-        # The store is new, because the launcher's variables may be missing (srun), and their port may be in use.
+        # A new store is used: the launcher's environment variables may be missing (srun), or their port may be in use.
         address, size = job_rendezvous.torch_rendezvous().address, world.size
         served = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False) if world.rank == 0 else None
         port = torch.tensor(served.port if served is not None else 0, device="cpu")

@@ -118,7 +118,7 @@ async def bandwidth(world: ad.World, options: argparse.Namespace) -> str | None:
 
 
 async def step(world: ad.World, options: argparse.Namespace) -> str | None:
-    """Measure a policy's step in which nothing happens. Nearly every step of a training loop is one."""
+    """Measure a policy's step in which nothing happens. Nearly every step of a training loop is such a step."""
     rows = []
     for parameter_count in options.sizes:
         width = max(1, round(math.sqrt(parameter_count)))
@@ -171,7 +171,7 @@ async def our_trip(world: ad.World, outgoing: torch.Tensor, incoming: torch.Tens
 async def _small_messages(
     options: argparse.Namespace, ours: Callable[[Ping], Awaitable[float]], rivals: Callable[[int], float]
 ) -> list[_Row]:
-    """Measure blocks of asyncdist and of the other library alternately. Both send as many bytes, for each size."""
+    """Measure, for each size, blocks of messages alternately with ``ours`` and ``rivals``. Both send as many bytes."""
     rows = []
     for nbytes in options.sizes:
         message = Ping(bytes(nbytes))

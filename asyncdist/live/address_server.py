@@ -11,7 +11,7 @@ from typing import Any, Final
 
 logger = logging.getLogger("asyncdist.live.address_server")
 
-#: Maximum number of open connections. Otherwise, any user of the host could exhaust the process's file descriptors.
+#: Maximum number of open connections. Without it, any user of the host could exhaust the process's file descriptors.
 CONNECTION_COUNT_MAX: Final = 64
 #: Seconds after which an idle connection is closed, because each connection occupies a thread.
 _IDLE_S: Final = 10.0

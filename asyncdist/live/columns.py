@@ -33,12 +33,12 @@ _TEXTS: Final[Mapping[str, int]] = {"policy": 24, "role": 8, "latest": 40}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Latest counters of one rank.
+    """Stores the latest counters of one rank.
 
     Attributes:
         now: Latest counters, or None.
         before: Counters some seconds earlier, or None.
-        note: Note for the user, for example why the rank makes no steps.
+        note: Note for the user, for example why the rank takes no steps.
         is_silent: Whether the rank has not answered the last request, so that ``now`` is old.
         step_s: Mean seconds per step over the last nine or more steps, or None if there were fewer.
     """
@@ -92,7 +92,7 @@ class Readings:
 
 
 def _begins_anew(before: RankCounters, now: RankCounters) -> bool:
-    """Return whether a new process has begun, or the policy with the most steps has begun, possibly at a late step."""
+    """Return whether a new process, or the policy with the most steps, has begun since ``before``, at any step."""
     policy = now.first_policy
     has_begun = policy is not None and policy.step > 0 and not policy_step(before, policy.policy)
     return has_begun or (before.job, before.incarnation) != (now.job, now.incarnation)
@@ -112,7 +112,7 @@ Value: TypeAlias = float | str | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table.
+    """Describes a column of the table.
 
     Attributes:
         meaning: Explanation for readers of the page.
@@ -176,7 +176,7 @@ def _of_policy(
     *,
     is_optional: bool = False,
 ) -> Column:
-    """Return a column of one attribute of the policies' counters. ``size`` is its priority and its width."""
+    """Return a column of one attribute of the policies' counters. ``size`` is the column's priority and width."""
 
     def value(_: Row, policy: PolicyCounters | None) -> Value:
         found: Value = None if policy is None else getattr(policy, attribute)
@@ -305,7 +305,7 @@ def screen(
         if count < len(shown):
             shown = sorted(by_steps[:count], key=lambda row: row.rank)
             head += f"; showing the {count} with the fewest steps"
-    drawn = Table.grid()  # a Group would not be shown in notebooks
+    drawn = Table.grid()  # rich's Group would not be shown in notebooks
     drawn.add_row(Text(printable(head), no_wrap=True, overflow="ellipsis"))
     drawn.add_row(table(shown, width))
     if notes:

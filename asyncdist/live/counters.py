@@ -20,7 +20,7 @@ _ATTEMPT_COUNT_MAX: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class PolicyCounters:
-    """Counters of one policy on one rank.
+    """Stores the counters of one policy on one rank.
 
     Attributes:
         policy: Name of the policy, or "". If several open policies have the same name, the second is called ``"name
@@ -63,7 +63,7 @@ class PolicyCounters:
 
 @dataclass(frozen=True, slots=True)
 class RankCounters:
-    """Counters of one rank since its world was opened.
+    """Stores the counters of one rank since its world was opened.
 
     Attributes:
         job: Name of the job, eight hexadecimal digits.
@@ -72,9 +72,9 @@ class RankCounters:
         sent_count, received_count: Numbers of messages sent and received on channels.
         sent_nbytes: Number of bytes of tensors sent in streams, by policies and the program.
         received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
-        waited_s: Seconds that main and its tasks have waited for other ranks since the counters were first read. Waits
-            in progress are excluded.
-        waiting_s: Age in seconds of main's wait for other ranks that is in progress, or 0.
+        waited_s: Seconds that ``main`` and its tasks have waited for other ranks since the counters were first read.
+            Waits in progress are excluded.
+        waiting_s: Seconds that ``main`` has been waiting for other ranks so far, or 0 if it is not waiting.
     """
 
     rank: int
@@ -203,7 +203,7 @@ EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One exported number: its key in :data:`EXPORTED`, its value and its labels."""
+    """Describes one exported number: its key in :data:`EXPORTED`, its value and its labels."""
 
     name: str
     value: float

@@ -24,7 +24,7 @@ _ALLOWED: Final = "a port, HOST:PORT, tensorboard:FOLDER, wandb, wandb:PROJECT o
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A destination for exported counters.
+    """Describes a destination for exported counters.
 
     ``where`` is the address, folder or project. ``port`` is the Prometheus port of the first rank on a host.
     """

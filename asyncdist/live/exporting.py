@@ -50,7 +50,7 @@ class Exporter:
             return
         try:
             self._thread.start()
-        except RuntimeError as error:  # The user has too many threads.
+        except RuntimeError as error:  # The user runs too many threads.
             logger.warning("rank %d exports no counters: %s; the run continues", self._read().rank, error)
 
     def end(self) -> None:

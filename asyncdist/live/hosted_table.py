@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class HostedRanksTable:
-    """A table of the ranks in this process, drawn with rich. Raises AsyncdistError if rich is not installed."""
+    """Draws a table of the ranks in this process with rich. Raises AsyncdistError if rich is not installed."""
 
     def __init__(self) -> None:
         try:

@@ -60,7 +60,7 @@ class JobView:
         self._answered_at_s: dict[int, float] = {}
 
     def ask(self, rank_sockets: Sequence[RankSocket]) -> None:
-        """Ask all ranks concurrently for their counters, and ask ranks that make no steps what they are doing."""
+        """Ask all ranks concurrently for their counters, and ask ranks that take no steps what they are doing."""
         answers = sockets.exchange(rank_sockets, sockets.COUNTERS)
         self._answered_at_s |= dict.fromkeys(answers, time.monotonic())
         for data in answers.values():

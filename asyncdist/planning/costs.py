@@ -2,7 +2,7 @@
 
 Each rank has its own host, whose link carries the same number of bytes per second in both directions at once. A message
 takes the link's latency, plus its bytes divided by the bandwidth. Encoding, sums and outer steps take no time, and all
-ranks step at the same pace.
+ranks take steps at the same pace.
 
 A sharded mean is computed in two phases. First each rank sends to each other rank the slice that this other rank
 averages. Then each rank sends the mean of its own slice to all others. A rank sends, and receives, 2 S (k - 1) / k
@@ -26,18 +26,18 @@ from typing import Final, TypeAlias
 _BLOCK_COUNT: Final = 256
 _SCALE_NBYTES: Final = 4
 _FLOAT32_NBYTES: Final = 4
-#: Fraction of a step's time in the backward pass, which hides DDP's transfer. A forward pass takes about half as long
-#: as a backward pass.
+#: Fraction of a step's time spent in the backward pass, which hides DDP's transfer. A forward pass takes about half as
+#: long as a backward pass.
 _BACKWARD_SHARE: Final = 2 / 3
-#: Number of messages before the first byte of a DiLoCo exchange: a report, a decision and a request.
+#: Number of messages that precede the data of a DiLoCo exchange: a report, a decision and a request.
 _CONTROL_COUNT: Final = 3
 #: Number of consecutive messages in a DiLoCo exchange: control messages, slices and means.
 _MESSAGE_COUNT: Final = _CONTROL_COUNT + 2
-#: Number of chunks of a slice. The following limits on a chunk's size have precedence.
+#: Number of chunks per slice. The limits on chunk size below take precedence.
 _CHUNK_COUNT: Final = 32
 _CHUNK_NBYTES_MIN: Final = 128 << 10
 _CHUNK_NBYTES_MAX: Final = 4 << 20
-#: Transfer time while ranks train, relative to links that are never idle, measured in the simulator.
+#: Transfer time while ranks train, divided by the time on links that are never idle, as measured in the simulator.
 _TRAINING_FACTOR: Final = 1.2
 #: Default of the option ``replacement_ratio`` of selective averaging.
 _REPLACEMENT_RATIO: Final = 0.2
@@ -53,7 +53,7 @@ _EVERY_MAX: Final = 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The network link of a host.
+    """Describes the network link of a host.
 
     Attributes:
         bandwidth_nbytes_per_s: Bytes per second in each direction.
@@ -70,7 +70,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The ranks of a job, each on its own host.
+    """Describes the ranks of a job, each on its own host.
 
     Attributes:
         param_count: Number of the model's parameters, which are stored in float32.
@@ -90,7 +90,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The encoding of values on the wire.
+    """Describes the encoding of values on the wire.
 
     Attributes:
         name: Value of a policy's option ``wire``.
@@ -116,7 +116,7 @@ Q4: Final = Codec("q4", 0.5 + _SCALE_NBYTES / _BLOCK_COUNT)
 
 
 def topk(share: float) -> Codec:
-    """Return the codec that sends this share of the values, each as 4 bytes with an index of 2 bytes."""
+    """Return the codec that sends the fraction ``share`` of the values, each as 4 bytes with an index of 2 bytes."""
     return Codec("topk", 6 * share, keeps_residual=True, unites_values=True)
 
 
@@ -161,13 +161,13 @@ class DiLoCo:
 
     @property
     def spacing_steps(self) -> float:
-        """Steps between the beginnings of two fragments' exchanges."""
+        """Steps from the start of one fragment's exchange to the start of the next."""
         return self.every / self.fragments
 
 
 @dataclass(frozen=True, slots=True)
 class SelectiveAveraging:
-    """Replaces the worst ranks' weights with the mean of the others', as AsyncSelectiveAveragingPolicy. No rank waits.
+    """Replaces the worst ranks' weights with the others' mean, as AsyncSelectiveAveragingPolicy does. No rank waits.
 
     The estimate is for sharded means and the default fraction of replaced ranks.
     """
@@ -180,7 +180,7 @@ Method: TypeAlias = DataParallel | AverageAll | DiLoCo | SelectiveAveraging
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCost:
-    """The cost of one averaging round for the busiest rank.
+    """Describes the cost of one averaging round for the busiest rank.
 
     Attributes:
         sent_nbytes: Bytes that the rank sends.
@@ -317,7 +317,7 @@ def _selective(job: Job, method: SelectiveAveraging) -> RoundCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingOptions:
-    """The user's options for Streaming DiLoCo. None means a value that depends on the steps between rounds."""
+    """Stores the user's options for Streaming DiLoCo. None means a value that depends on the steps between rounds."""
 
     fragments: int | None = None
     overlap_steps: int | None = None
@@ -325,7 +325,7 @@ class StreamingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the plan's tables: an averaging method with a codec.
+    """Describes a row of the plan's tables: an averaging method with a codec.
 
     Attributes:
         method: Function that returns the method with a given number of steps between rounds, or None if it cannot be
@@ -377,7 +377,7 @@ def streaming(job: Job, codec: Codec, every: int, streaming_options: StreamingOp
 
 
 def recommend(job: Job, everies: Sequence[int], streaming_options: StreamingOptions) -> DataParallel | DiLoCo:
-    """Return the mildest averaging method with the target utilisation, or the method with the highest utilisation.
+    """Return the mildest averaging method that reaches the target utilisation, or else the method that comes closest.
 
     ``everies`` are the allowed numbers of steps between rounds, in increasing order.
 
@@ -409,7 +409,7 @@ def _from_mildest(
 
 
 def every_for_target(job: Job, streaming_options: StreamingOptions) -> int | None:
-    """Return the smallest number of steps between rounds with which 4-bit Streaming DiLoCo has the target utilisation.
+    """Return the fewest steps between rounds with which 4-bit Streaming DiLoCo reaches the target utilisation.
 
     Return None if a billion steps are too few.
     """

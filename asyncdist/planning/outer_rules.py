@@ -15,7 +15,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured loss of one outer rule with four ranks, for one kind of data and one ratio of speeds.
+    """Stores the measured loss of one outer rule with four ranks, for one kind of data and one ratio of speeds.
 
     Attributes:
         rule: Name of the recommended asynchronous rule.
@@ -84,7 +84,7 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
 
     Args:
         slowest: Ratio of the slowest rank's step time to the fastest rank's, at least 1.
-        shards: Name of the way in which the ranks' data differ.
+        shards: Name of a division of the data, which says how the ranks' data differ.
     """
     found = SHARDS[shards]
     yield f"The slowest rank takes {slowest:g} times as long as the fastest, and {found.described}."
@@ -115,7 +115,7 @@ def lines(slowest: float, shards: str, every: int) -> Iterator[str]:
 def _nearest_measurements(slowest: float, cells: Mapping[int, Measured]) -> dict[int, Measured]:
     """Return the measurements at a speed ratio, or at the nearest ratios below and above.
 
-    Outside the range, return {}.
+    Return {} outside the measured range.
     """
     below = max((ratio for ratio in cells if ratio <= slowest), default=None)
     above = min((ratio for ratio in cells if ratio >= slowest), default=None)

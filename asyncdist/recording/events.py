@@ -3,11 +3,11 @@
 An event has a time, a kind and fields. A file represents a kind by its index in :data:`KINDS`, so new kinds and fields
 are appended (see :mod:`asyncdist.recording.writer`).
 
-Some fields are needed only for replays. ``pass`` is the number of a polling pass modulo 65536. It is -1 if a task
-received the message without a pass, and -2 before the world was open. ``turn`` counts the passes and yields of the
-current call of ``safe_point``. ``woken`` and ``begun`` count the waits that have ended and begun since the last call of
-``safe_point`` began. A call's own event counts ``woken`` from the previous call. The beginning of a call without
-events is not recorded.
+Some fields are needed only for replays. ``pass`` is the number, modulo 65536, of a polling pass (one test of all
+outstanding requests). It is -1 if a task received the message without a pass, and -2 before the world was open.
+``turn`` counts the passes and yields of the current call of ``safe_point``. ``woken`` and ``begun`` count the waits
+that have ended and begun since the last call of ``safe_point`` began. In the event of the call itself, ``woken`` is
+counted from the previous call. The beginning of a call without events is not recorded.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # Another rank was lost, or returned as a new process.
     "lost": ("rank", "turn", "woken"),
     "returned": ("rank", "incarnation"),
-    # Main ended with ``error``, or returned if ``error`` is "".
+    # ``main`` ended with ``error``, or returned if ``error`` is "".
     "over": ("error",),
     # For replays: a ``safe_point`` call began or ended, a line of code read the clock, or a deadline expired.
     # ``line`` is a checksum of the name of the reading function and of the line's number in it.
@@ -81,7 +81,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "timer": ("what", "turn", "woken", "begun"),
     # A task continued after a failed collective.
     "failed": ("turn", "woken"),
-    # A signal cancelled main. ``waited_for`` has main's wait and its line of code, or "" if main was not waiting.
+    # A signal cancelled ``main``. ``waited_for`` describes its wait and line of code, or is "" if it was not waiting.
     "interrupted": ("waited_for",),
     # A task continued after a collective that MPI completed.
     "collective": ("tag", "turn", "woken"),
@@ -112,7 +112,7 @@ CAPACITY: Final = 256
 
 
 class Event(NamedTuple):
-    """An event on one rank.
+    """Describes an event on one rank.
 
     Attributes:
         time_s: Time in seconds, on the clock of the rank's loop, which starts at an arbitrary moment.

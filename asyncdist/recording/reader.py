@@ -28,9 +28,9 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
-#: A sequence of messages: source, destination and tag.
+#: Identity of a sequence of messages: source, destination and tag.
 Line: TypeAlias = tuple[int, int, int]
-#: Maximum number of jobs that an error lists. It lists the latest ones.
+#: Maximum number of jobs that an error lists: the latest jobs.
 _JOB_COUNT_MAX: Final = 8
 #: Number of bytes to read, and to check, at a time.
 _READ_NBYTES: Final = 1 << 16
@@ -38,12 +38,12 @@ _CHECK_NBYTES: Final = 1 << 16
 
 
 class RecordingError(AsyncdistError):
-    """A recording cannot be read. The message names the file and the reason."""
+    """Raised if a recording cannot be read. The message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecording:
-    """Recording of one process of a rank.
+    """Reads the recording of one process of a rank.
 
     Attributes:
         nbytes: Size of the file in bytes when it was opened. Events that a running rank writes later are not read.
@@ -149,7 +149,7 @@ class RankRecording:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Recording of a job: the files of all its ranks, ordered by rank and incarnation."""
+    """Represents the recording of a job: the files of all its ranks, ordered by rank and incarnation."""
 
     job: str
     size: int
@@ -163,7 +163,7 @@ class Recording:
 
     @property
     def restarted(self) -> frozenset[int]:
-        """Ranks that have files of several processes."""
+        """Ranks that have files from several processes."""
         counts = Counter(each.rank for each in self.ranks)
         return frozenset(rank for rank, count in counts.items() if count > 1)
 
@@ -220,7 +220,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
 
 
 def other_version_warning(recording: Recording) -> str | None:
-    """Return a sentence that names both versions if another version wrote the recording, or None."""
+    """Return a sentence that names both versions if another version of asyncdist wrote the recording, or None."""
     for each in recording.ranks:
         if each.header.asyncdist != __version__:
             return f"{each.path} was written by asyncdist {each.header.asyncdist}, but this is asyncdist {__version__}"
@@ -341,14 +341,14 @@ class _Block(NamedTuple):
 
 
 class MessageCounts:
-    """Counts sent and received messages. A restarted rank's counts are those of all its processes together."""
+    """Counts sent and received messages. A restarted rank's counts include all of its processes."""
 
     def __init__(self) -> None:
         self.sent: Final = Counter[Line]()
         self.received: Final = Counter[Line]()
 
     def add(self, rank: int, event: Event) -> None:
-        """Count an event of ``rank`` of the kind ``sent`` or ``received``, unless it belongs to a policy."""
+        """Count an event ``sent`` or ``received`` of ``rank``, unless the event belongs to a policy."""
         tag = int(event.get("tag"))
         if not tags.is_for_users(tag):
             return

@@ -22,7 +22,7 @@ from asyncdist.validation import printable
 
 #: Maximum number of ranks of a job.
 SIZE_MAX: Final = 1 << 16
-#: Maximum size of a header or a block, in bytes. Writers make blocks of 32 KiB, or larger ones for a long event.
+#: Maximum size of a header or a block, in bytes. Writers produce blocks of 32 KiB, or larger blocks for long events.
 OBJECT_NBYTES_MAX: Final = 1 << 22
 #: Maximum times on a monotonic clock (some 300 years) and on the wall clock (the year 9999), in seconds.
 CLOCK_S_MAX: Final = 1e10
@@ -44,14 +44,14 @@ _Wait: TypeAlias = tuple[
 ]
 #: Value of a field that this version does not know.
 _Other: TypeAlias = bool | int | float | Text | list[int | float] | None
-#: Name of a job, which is the prefix of its files. With other names, a forged recording could replace a file
+#: Name of a job, which is the prefix of its files. If any name were valid, a forged recording could replace any file
 #: ``NAME.html``.
 _Job: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
 _Name: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,31}\Z")]
 
 
 class RecordedCapabilities(Struct, frozen=True):
-    """Capabilities of a recorded rank's transport (:class:`asyncdist.transports.base.Capabilities`)."""
+    """Stores the capabilities of a recorded rank's transport (:class:`asyncdist.transports.base.Capabilities`)."""
 
     native_collectives: bool
     survives_rank_loss: bool
@@ -63,7 +63,7 @@ class RecordedCapabilities(Struct, frozen=True):
 
 
 class RandomStates(Struct, frozen=True):
-    """Initial states of a rank's random generators, as Python, numpy and torch return them.
+    """Stores the initial states of a rank's random generators, as Python, numpy and torch return them.
 
     ``numpy`` is None if numpy's global generator is not an MT19937.
     """
@@ -91,7 +91,7 @@ class RandomStates(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """Header of a rank's file, as :func:`asyncdist.recording.writer.header_of` writes it.
+    """Defines the header of a rank's file, as :func:`asyncdist.recording.writer.header_of` writes it.
 
     Attributes:
         asyncdist: Version of asyncdist.
@@ -124,7 +124,7 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """Initial conditions of a rank, read from the header of its file. A replay starts with them.
+    """Stores the initial conditions of a rank, read from the header of its file. A replay starts with them.
 
     Attributes:
         hosts: For each rank, the lowest rank on its host. None if all ranks are on one host.
@@ -153,7 +153,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
 
 class Preamble(Struct, frozen=True):
-    """The part of a header that identifies a recording and the version of its format."""
+    """Defines the part of a header that identifies a recording and the version of its format."""
 
     format: Any = None
     version: Any = None
@@ -209,7 +209,7 @@ _new_event: Final = functools.partial(tuple.__new__, Event)
 
 
 class EventError(Exception):
-    """A block has invalid content. The message names the event, the field and the allowed values."""
+    """Raised if a block has invalid content. The message names the event, the field and the allowed values."""
 
 
 class EventSchema:
@@ -309,7 +309,7 @@ class EventSchema:
 
 
 def _unpacker() -> msgpack.Unpacker:
-    """Return an unpacker for objects of one block. It can be fed with a large block that follows smaller ones."""
+    """Return an unpacker for objects of one block. It also accepts a large block after smaller ones."""
     limits = dict.fromkeys(("max_str_len", "max_bin_len", "max_array_len", "max_ext_len"), OBJECT_NBYTES_MAX)
     return msgpack.Unpacker(
         max_buffer_size=2 * OBJECT_NBYTES_MAX, use_list=False, max_map_len=OBJECT_NBYTES_MAX // 2, **limits

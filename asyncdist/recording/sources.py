@@ -1,4 +1,4 @@
-"""Identifies the source files of asyncdist, because a replay by other files than the recording's may differ."""
+"""Identifies the source files of asyncdist, because a replay with other source files may differ."""
 
 from __future__ import annotations
 

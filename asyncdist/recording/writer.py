@@ -61,7 +61,7 @@ _TOLD: Final = _CODES["told"]
 
 
 def _plain(value: Any) -> int | float | str:
-    """Convert a number of NumPy or torch, or a subclass of str, which MessagePack cannot represent."""
+    """Convert a NumPy or torch number, or a subclass of str, because MessagePack cannot represent it."""
     if isinstance(value, str):
         return str.__str__(value)
     if hasattr(value, "item"):
@@ -76,7 +76,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
-    """Options of :func:`asyncdist.run` for recording. Raises TypeError or ValueError if they are invalid.
+    """Stores the options of :func:`asyncdist.run` for recording. Raises TypeError or ValueError if they are invalid.
 
     Attributes:
         limit_nbytes: Maximum size of a rank's file.
@@ -190,7 +190,7 @@ class RecordWriter:
         self._block_began_at = clock()
         self._is_at_safe_point = False  # whether the beginning of safe_point must still be recorded
         self._woken_count = 0
-        self._turn_count = -1  # turns of a safe_point whose end must still be recorded, or -1
+        self._turn_count = -1  # number of turns of a safe_point whose end must still be recorded, or -1
         self._has_sent = False
 
     @property
@@ -242,7 +242,7 @@ class RecordWriter:
         except UnicodeEncodeError:  # for example, an error message with a file name
             del block[begin:]  # removes the part that was already encoded
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
-        # A report that the job makes no progress is written immediately, because the process may be killed soon.
+        # A report that the job is making no progress is written immediately, because the process may be killed soon.
         if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)) or code == _TOLD:
             self.flush()
 
@@ -276,7 +276,7 @@ class RecordWriter:
             self.flush()
 
     def _add_safe_point(self, time_s: float) -> None:
-        """Record the beginning or the end of a ``safe_point`` call, or both as one event if none occurred during it."""
+        """Record the beginning or the end of a ``safe_point`` call, or both as one event if it had no other events."""
         block = self._block
         if not block:
             self._block_began_at = time_s
@@ -337,7 +337,7 @@ class RecordWriter:
         self._end()
 
     def _write_cut(self, why: str) -> None:
-        """Record why the file ends, if there is space. Without the reason, the rank seems to have been killed."""
+        """Record why the file ends, if there is space. Without the reason, the rank would seem to have been killed."""
         if self._file is None:
             return
         content = _encode((_CODES["cut"], 0, why))

@@ -27,7 +27,7 @@ class AverageKey(NamedTuple):
 
 @dataclass(slots=True)
 class Average:
-    """One round of averaging, with times in seconds since the job began.
+    """Describes one averaging round, with times in seconds since the job began.
 
     Attributes:
         first_s, last_s: Times of the first and the last contribution.
@@ -64,7 +64,7 @@ class Average:
 
 @dataclass(slots=True)
 class RankAverages:
-    """The averaging rounds of one rank: its contributions, and the averages that it applied.
+    """Collects the averaging rounds of one rank: its contributions, and the averages that it applied.
 
     Attributes:
         last_count: Number of rounds in which this rank's contribution was the last of several.
@@ -84,7 +84,7 @@ class RankAverages:
 
 
 class Averages:
-    """All rounds of averaging of a job.
+    """Collects all averaging rounds of a job.
 
     Attributes:
         ranks: Contributions and averages, keyed by rank.
@@ -132,11 +132,11 @@ class Averages:
         found.outer_norm, found.cosine = event.get("outer_norm"), event.get("cosine")
 
     def first_s(self, rank: int, place: tuple[int, int], event: Event) -> float:
-        """Return the time of the first contribution to the round of ``event``, which must be a contribution."""
+        """Return the time of the first contribution to the round to which ``event``, a contribution, belongs."""
         return self._find(rank, place, event).first_s
 
     def count_late(self) -> None:
-        """Count the rounds in which each rank contributed last, or was omitted.
+        """Count the rounds in which each rank contributed last, or was left out.
 
         Called after all events have been added.
         """

@@ -1,11 +1,11 @@
 """Aligns the clocks of a recording's hosts.
 
 The ranks of a host share a monotonic clock, and therefore one offset, taken from the rank that began first. Machines
-with the same hostname have clocks that differ by much more than wall clocks, and are separate hosts. Hosts are
-aligned by their wall clocks, which may differ by milliseconds. If a message would then arrive before it was sent, the
-receiving host's clock is moved forward by the least time that corrects this. These times are longest paths in the graph
-of such constraints (Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets correct
-all messages, because one clock runs faster than another, the wall-clock offsets are kept.
+with the same hostname are separate hosts if their clocks differ by much more than wall clocks could. Hosts are aligned
+by their wall clocks, which may differ by milliseconds. If a message would then arrive before it was sent, the receiving
+host's clock is moved forward by the least time that corrects this. These times are longest paths in the graph of such
+constraints (Duda et al., "Estimating global time in distributed systems", ICDCS 1987). If no offsets correct all
+messages, because one clock runs faster than another, the wall-clock offsets are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncdist.recording.reader import Line, RankRecording, Recording
 
 #: Maximum number of passes over all pairs of hosts. A correction that needs more contradicts itself.
 _ROUND_COUNT_MAX: Final = 64
-#: Seconds by which the wall clock of a machine may be set during a job.
+#: Maximum seconds by which the wall clock of a machine may be adjusted during a job.
 _OFFSET_S: Final = 5.0
 
 

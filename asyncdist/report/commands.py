@@ -17,7 +17,7 @@ from asyncdist.wording import plural
 
 
 class _WriteError(AsyncdistError):
-    """The file or folder given with -o cannot be written."""
+    """Raised if the file or folder given with -o cannot be written."""
 
 
 @contextlib.contextmanager

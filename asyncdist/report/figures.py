@@ -20,7 +20,7 @@ RANK_COUNT_MAX: Final = 64
 #: Maximum numbers of hyperparameters, and of values per rank, to draw.
 FIGURE_COUNT_MAX: Final = 12
 VALUE_COUNT_MAX: Final = 200
-#: Ratio of the largest to the smallest value from which the axis is logarithmic.
+#: Minimum ratio of the largest to the smallest value for which the axis is logarithmic.
 _LOG_FACTOR: Final = 20.0
 
 
@@ -46,7 +46,7 @@ def new_figure(height: int, x: str, y: str) -> go.Figure:
 
 
 def scale(title: str, **more: Any) -> dict[str, Any]:
-    """Return the colour scale of a heat map. It is below the map, because a narrow window has no space at its side."""
+    """Return the colour scale of a heat map. It is below the map, because a narrow window has no space at the side."""
     place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
     return {"title": {"text": title, "side": "bottom"}, **place, **more}
 

@@ -83,7 +83,7 @@ if ("IntersectionObserver" in window) {
 """
 
 
-@np.errstate(over="ignore", invalid="ignore")  # plots have float32 values, in which a metric may be infinite
+@np.errstate(over="ignore", invalid="ignore")  # plots use float32, in which a large metric is infinite
 def render(recording: Recording) -> str:
     """Return the HTML page of a recording."""
     summary = summarise(recording)
@@ -136,9 +136,9 @@ def _facts_of_rounds(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | str | None]]:
-    """Yield title, note and figure of each section. The figure may be a table in HTML.
+    """Yield title, note and figure of each section. The figure may be an HTML table.
 
-    The figure is None if there is no data, because plotly would invent axes.
+    The figure is None if there is no data, because plotly would draw invented axes.
     """
     yield from _of_populations(summary)
     if summary.rounds or not summary.averages.ranks:
@@ -248,7 +248,7 @@ def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary
 
 def _spread(values: Any) -> Any:
     with warnings.catch_warnings():
-        # numpy warns about columns without values, before every rank's first value.
+        # numpy warns about columns without values, which are before the first value of any rank.
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanquantile(values, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
 

@@ -14,12 +14,12 @@ from asyncdist.report.tables import Value, columns_of, rows
 
 #: Actions that a query may take. :func:`_authorize` refuses all others, because ATTACH and VACUUM INTO create files.
 _ALLOWED: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
-#: Number of instructions of SQLite's virtual machine between points at which Python can handle signals.
+#: Number of SQLite virtual machine instructions between points at which Python can handle signals.
 _INSTRUCTIONS_BETWEEN: Final = 100_000
 
 
 class QueryError(AsyncdistError):
-    """A query cannot be answered. The message is one line for the user."""
+    """Raised if a query cannot be answered. The message is one line for the user."""
 
 
 def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Sequence[Value]]]:
@@ -55,7 +55,7 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
     """Return SQLITE_OK for actions that only read, and otherwise SQLITE_DENY (sqlite.org/c3ref/set_authorizer.html)."""
     if action == sqlite3.SQLITE_FUNCTION:
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
-    # json_each declares its columns by this action, and writes nothing.
+    # json_each declares its columns with this action, and writes nothing.
     if action == sqlite3.SQLITE_UPDATE and first == "sqlite_master":
         return sqlite3.SQLITE_OK
     return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY

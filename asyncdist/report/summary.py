@@ -22,7 +22,7 @@ from asyncdist.report.series import Interned, LogHistogram, Thinned, TimeBins
 _METRIC_COUNT: Final = 20_000
 #: Maximum number of changes of hyperparameters that are stored.
 _HYPERPARAMETER_COUNT: Final = 100_000
-#: Maximum number of ranks, for which each table of all pairs of ranks takes 32 MB.
+#: Maximum number of ranks. At this number, each table of all pairs of ranks takes 32 MB.
 SIZE_MAX: Final = 2048
 #: Maximum number of policies that a rank can have open at once. Each belongs to a different population.
 POPULATION_COUNT_MAX: Final = 8
@@ -36,7 +36,7 @@ RoundNumber: TypeAlias = tuple[int, int, int]
 
 
 class Applied(NamedTuple):
-    """A replacement of a rank's weights by an average."""
+    """Describes the replacement of a rank's weights with an average."""
 
     time_s: float
     rank: int
@@ -49,7 +49,7 @@ class Applied(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The start of a policy in a restarted process, with the weights of ``donor``, which are new if it is ``rank``."""
+    """The start of a policy in a restarted process with the weights of ``donor``, or new ones if that is ``rank``."""
 
     time_s: float
     rank: int
@@ -59,7 +59,7 @@ class Begun(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """An averaging round, with the times at which its phases ended, in seconds since the job began.
+    """Describes an averaging round, with the times at which its phases ended, in seconds since the job began.
 
     Attributes:
         number: Identity of the round. Policies on different groups of ranks number their rounds independently.
@@ -83,7 +83,7 @@ class Round:
 
 @dataclass(slots=True)
 class RankSummary:
-    """Step times of one rank: seconds between the ends of consecutive steps, and seconds in ``policy.step``.
+    """Stores the step times of one rank: seconds between the ends of consecutive steps, and seconds in ``policy.step``.
 
     ``lag_bins`` has, over time, this rank's delay in seconds after the first rank that contributed to a round, or that
     reported an iteration's metric.
@@ -97,7 +97,7 @@ class RankSummary:
 
 @dataclass(slots=True)
 class Population:
-    """A group of policies that exchange weights, one on each rank, and their successors.
+    """Describes a group of policies that exchange weights, one on each rank, and their successors.
 
     ``metrics`` has the times and values of the metric, keyed by rank. ``shares``, of shape (size, size), has the
     fractions of each rank's final weights (row) that descend from each rank's initial weights (column).
@@ -110,7 +110,7 @@ class Population:
 
 @dataclass(slots=True)
 class Summary:
-    """Contents of a job's report.
+    """Stores the contents of a job's report.
 
     Attributes:
         began_at_s: Time of the first event, in seconds since 1970.
@@ -118,14 +118,15 @@ class Summary:
         begun: Starts of policies in restarted processes, oldest first.
         hyperparameters: New hyperparameters, each with time, rank and values keyed by name.
         nbytes: Size in bytes of all messages from one rank (row) to another (column), with shape (size, size).
-        news: Losses, failovers, errors of main and incomplete files, each with time, reporting rank and text.
+        news: Losses, failovers, errors of ``main`` and incomplete files, each with time, reporting rank and text.
         first_step_s: Time at which the first step of any rank ended, in seconds since the job began, or infinity.
-        ends: Error that ended main on each recorded rank: an empty string if main returned, None if the end is not
-            recorded. For a restarted rank, it is the error in the last process.
+        ends: Error that ended ``main`` on each recorded rank: an empty string if ``main`` returned, None if the end is
+            not recorded. For a restarted rank, it is the error in the last process.
         message_count: Number of messages, including messages of policies and of the runtime.
         messages: Numbers of messages of the program's own channels.
         donor_lists, weight_lists: Donors and their weights in ``applied``. All ranks record the same ones.
-        told: Summaries of the reports that the job made no progress, without duplicates. They are also in ``news``.
+        told: Summaries of the reports that the job was making no progress, without duplicates. They are also in
+            ``news``.
     """
 
     size: int
@@ -150,7 +151,7 @@ class Summary:
 
     @property
     def replacement_count(self) -> int:
-        """Number of times that a policy has replaced a rank's weights, without averages of contributions."""
+        """Number of times that a policy has replaced a rank's weights, not counting averages of contributions."""
         return len(self.applied) - sum(each.applied_count for each in self.averages.rounds())
 
 
@@ -473,7 +474,7 @@ def _follow(summary: Summary) -> None:
 
 @dataclass(slots=True)
 class _Mixture:
-    """The ranks from whose initial weights an average descends, and the ranks that have applied it."""
+    """Stores the ranks from whose initial weights an average descends, and the ranks that have applied it."""
 
     donors: tuple[int, ...]
     shares: NDArray[np.float32]

@@ -79,9 +79,9 @@ def _plain(field: Any) -> Value:
 
 
 def export_csv(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table of a recording as ``KIND.csv``, unless it is empty, and return the files.
+    """Write each non-empty table of a recording as ``KIND.csv``, and return the files.
 
-    Remove earlier tables.
+    Remove tables that an earlier export has written.
     """
     writers: dict[str, Any] = {}
     with whole_folder(folder) as written, contextlib.ExitStack() as files:
@@ -95,9 +95,9 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
 
 
 def export_parquet(recording: Recording, folder: Path) -> list[Path]:
-    """Write each table of a recording as ``KIND.parquet``, unless it is empty, and return the files.
+    """Write each non-empty table of a recording as ``KIND.parquet``, and return the files.
 
-    Remove earlier tables. Requires pyarrow.
+    Remove tables that an earlier export has written. Requires pyarrow.
     """
     import pyarrow
     import pyarrow.parquet

@@ -57,7 +57,7 @@ _POINTS: Final = frozenset(
 _MESSAGE_US: Final = 0.1
 #: Microseconds by which a wait may appear to begin before the previous wait ended: uvloop's clock has 1 ms resolution.
 _WAIT_SLACK_US: Final = 1000.0
-#: Number of the first process in the first profile, and the distance to the first process in the next profile.
+#: Process number of the first process in the first profile, and its distance to that in the next profile.
 _PROFILER_PID: Final = 1_000_000
 #: Number of identifiers reserved for the arrows with one source, destination and tag, or of one profile.
 _ARROWS: Final = 1 << 32
@@ -67,7 +67,7 @@ _PROFILE_NBYTES_MAX: Final = 1 << 30
 
 
 class TraceError(AsyncdistError):
-    """A trace cannot be written. The message is one line for the user."""
+    """Raised if a trace cannot be written. The message is one line for the user."""
 
 
 def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ()) -> int:
@@ -293,7 +293,7 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span on a track, or on an additional track if it overlaps another span, beginning at 0 or later.
+        """Yield a span that begins at 0 or later, on a track, or on an additional track if it overlaps another span.
 
         Perfetto ignores overlapping spans and spans that begin before 0.
         """

@@ -70,8 +70,8 @@ def _target(path: Path) -> Path:
 def is_planted(found: os.stat_result, folder: os.stat_result, user: int) -> bool:
     """Return whether a file in a shared folder is another user's link, pipe or device, which may be an attack.
 
-    Linux itself refuses such links if ``fs.protected_symlinks`` is set. ``found`` is the status of the file
-    itself, even if it is a link.
+    Linux itself refuses such links if ``fs.protected_symlinks`` is set. ``found`` is the status of the file itself,
+    even if the file is a link.
     """
     is_shared = folder.st_mode & _SHARED_MODE == _SHARED_MODE
     return is_shared and not stat.S_ISREG(found.st_mode) and found.st_uid not in (user, folder.st_uid)

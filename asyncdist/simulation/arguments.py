@@ -20,7 +20,9 @@ OVERRUN_S: Final = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Describes how long user code computes before each ``policy.step``, ``progress`` or ``safe_point`` (safe points).
+    """Describes how long user code computes before each safe point.
+
+    Safe points are calls of ``policy.step``, ``progress`` and ``safe_point``.
 
     Attributes:
         step_s: Computing time before a safe point, in virtual seconds, on every rank.
@@ -57,7 +59,7 @@ class Compute:
         check_ranks("Compute.factors", list(self.factors), size)
 
     def draw_overrun_probability(self, rng: random.Random) -> float:
-        """Choose the probability with which computations of one simulation overrun a timer."""
+        """Choose the probability that a computation in one simulation overruns a timer."""
         if self.overrun_probability is not None:
             return self.overrun_probability
         return 0.05 if not isinstance(self.step_s, (float, int)) and rng.random() < 1 / 8 else 0.0
@@ -79,9 +81,9 @@ class Compute:
 def check_arguments(
     ranks: int, seed: int, network: Network | None, compute: Compute | None, faults: Sequence[Fault]
 ) -> tuple[int, int, Network, Compute, tuple[Fault, ...]]:
-    """Check arguments of :func:`asyncdist.simulate`, and return them with defaults filled in.
+    """Check some arguments of :func:`asyncdist.simulate`, and return them with defaults filled in.
 
-    Raise TypeError or ValueError if one is invalid.
+    Raise TypeError or ValueError if an argument is invalid.
     """
     ranks = validation.count("ranks", ranks)
     seed = validation.whole("seed", seed)

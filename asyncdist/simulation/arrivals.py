@@ -12,7 +12,7 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Message:
-    """A simulated message, which is also the sender's send request."""
+    """Represents a simulated message, which is also the sender's send request."""
 
     __slots__ = (
         "data",
@@ -69,18 +69,18 @@ class ArrivalQueue:
         of_source.append(message)
 
     def of(self, source: int) -> Iterable[Message]:
-        """Return the queued messages of ``source``, oldest first."""
+        """Return the queued messages from ``source``, oldest first."""
         return self._by_source.get(source, ())
 
     def drop(self, source: int) -> Iterable[Message]:
-        """Remove and return all messages of ``source``."""
+        """Remove and return all messages from ``source``."""
         messages = self._by_source.pop(source, None)
         if messages:
             self._sources.remove(source)
         return messages or ()
 
     def take(self, wanted: int, rng: random.Random) -> Message | None:
-        """Remove and return the oldest message from ``wanted``, or from a random source if it is a wildcard."""
+        """Remove and return the oldest message from ``wanted``, or from a random source if ``wanted`` is a wildcard."""
         sources = self._sources
         if wanted != ANY_SOURCE:
             if not self._by_source.get(wanted):

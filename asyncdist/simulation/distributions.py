@@ -32,7 +32,7 @@ def check_number(name: str, value: Any, *, above_zero: bool = False) -> float:
 
 
 def store(model: Any, field: str, value: Any) -> None:
-    """Replace a field of a frozen dataclass by its checked value."""
+    """Replace a field of a frozen dataclass with its checked value."""
     object.__setattr__(model, field, value)
 
 
@@ -118,7 +118,7 @@ Duration: TypeAlias = float | int | Uniform | Exponential | LogNormal
 
 
 def check_duration(name: str, value: Any) -> Duration:
-    """Return ``value``, a distribution or a number that :func:`check_number` accepts and converts."""
+    """Return ``value`` if it is a distribution, or else as a number that :func:`check_number` has checked."""
     return value if isinstance(value, (Uniform, Exponential, LogNormal)) else check_number(name, value)
 
 

@@ -34,7 +34,7 @@ _SHARED_COUNT_MAX: Final = 1024
 
 
 class Receive:
-    """A receive request. :meth:`start` posts it, and may be called again after completion."""
+    """Represents a receive request. :meth:`start` posts it, and may be called again after completion."""
 
     __slots__ = (
         "_fabric",
@@ -90,7 +90,7 @@ class Receive:
 
 
 class LateReceive(Receive):
-    """A receive whose buffer is written when a test finds the message. All ranks may therefore share the buffer."""
+    """Represents a receive that writes its buffer only when tested. All ranks may therefore share the buffer."""
 
     __slots__ = ("_data",)
 
@@ -110,7 +110,7 @@ class LateReceive(Receive):
 
 
 class _Path:
-    """State of the link from one rank to another. If ``is_shared``, other links use the same network interfaces."""
+    """Stores the state of the link between two ranks. If ``is_shared``, other links use the same network interfaces."""
 
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival", "last_entry")
 
@@ -124,7 +124,7 @@ class _Path:
 
 
 class Fabric:
-    """The simulated network, which carries the messages of all ranks and applies faults to messages and links.
+    """Simulates the network: carries the messages of all ranks, and applies faults to messages and links.
 
     When a fault fires, ``on_fired`` is called with the fault's index in the plan. When a fault kills a rank,
     ``on_kill`` is called with the rank and the fault's index.
@@ -296,7 +296,7 @@ class Fabric:
         self._ring(message.dest)  # the receiver's next poll may post a receive for this message
 
     def _is_held(self, message: Message) -> bool:
-        """Drop or hold a message if its sender and its receiver have no connection. Return whether this was done."""
+        """Drop or hold a message if its sender and receiver are not connected. Return whether this has happened."""
         if self.liveness.is_stale(message):
             self.fail_send(message)
             return True
@@ -362,11 +362,11 @@ class Fabric:
             self._scheduler.at(complete_at, self._take_whole, (receive, message))
 
     def _arrive_whole(self, receive: Receive, message: Message) -> None:
-        """Complete a large message's receive once the receiver is idle, because the receiver copies the last bytes."""
+        """Complete a large message's receive only once the receiver, which copies the last bytes itself, is idle."""
         self._turns[message.dest].call_when_idle(self._finish, (receive, message))
 
     def fail_send(self, message: Message) -> None:
-        """Fail a send that no receive will match, at once or when the sender detects the loss of ``dest``."""
+        """Fail a send that no receive will match: at once, or when the sender detects the loss of ``dest``."""
         source, dest = message.source, message.dest
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if message.done or source in self._dead:
@@ -378,7 +378,7 @@ class Fabric:
             self._keep(message)
 
     def _complete(self, receive: Receive, message: Message, is_running: bool = False) -> None:
-        """Complete a receive whose data has arrived. ``is_running`` is true if the receiver is posting it."""
+        """Complete a receive whose data has arrived. ``is_running`` is true if the receiver is just posting it."""
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if message.dest in self._dead or (is_stale and self.liveness.is_for_earlier(message)):
             self.fail_send(message)
@@ -416,7 +416,7 @@ class Fabric:
             self.fail_send(message)
 
     def fail_sends(self, observer: int, lost: int) -> None:
-        """Fail the pending sends of ``observer`` to ``lost``, and its pending receives that name ``lost`` as source."""
+        """Fail the pending sends of ``observer`` to ``lost``, and its pending receives from ``lost``."""
         error = RankLostError(f"rank {lost} is gone", rank=lost)
         for posted in self._posted[observer].values():
             for receive in [receive for receive in posted if receive.wanted == lost]:
@@ -441,7 +441,7 @@ class Fabric:
                     self.fail_send(message)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a new process of ``other``. Return False if that process is dead or connected."""
+        """Connect ``observer`` to a new process of ``other``. Return False if it is dead or already connected."""
         if not self.liveness.accept(observer, other, incarnation):
             return False
         for queue in self._unexpected[observer].values():  # drop messages of the previous process

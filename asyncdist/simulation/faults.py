@@ -19,7 +19,7 @@ _NUMBERS: Final = frozenset({"at_s", "until_s", "duration_s", "factor"})
 
 
 class _Checked:
-    """Checks the numbers of a fault. Raises an error if one is out of range, and converts numbers of NumPy."""
+    """Checks the numbers of a fault. Raises an error if one is out of range, and converts NumPy numbers."""
 
     __slots__ = ()
 
@@ -71,7 +71,7 @@ class SlowRank(_Checked):
 
     A computation in progress is not slowed. A turn, in which a rank receives and answers messages, takes at most 2
     microseconds. Slowing a rank that only answers messages is therefore hardly noticeable for factors below a few
-    hundred. A later process of the rank is slow, too, after a :class:`Restart` or a :class:`Join`.
+    hundred. A later process of the rank is also slow, after a :class:`Restart` or a :class:`Join`.
     """
 
     rank: int
@@ -108,7 +108,7 @@ class Partition(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Delay(_Checked):
-    """Delays the ``number``-th message (from 1) from ``source`` to ``dest``, and later messages with the same tag.
+    """Delays message ``number`` from ``source`` to ``dest``, counted from 1, and later messages with the same tag.
 
     ``source`` and ``dest`` may be equal, because a coordinator also sends reports to itself.
     """
@@ -121,7 +121,7 @@ class Delay(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Corrupt(_Checked):
-    """Changes one byte of the ``number``-th framed message (from 1) from ``source`` to ``dest``.
+    """Changes one byte of framed message ``number`` from ``source`` to ``dest``, counted from 1.
 
     Frames have checksums. Tensors in streams and collectives are sent without frames, and are not counted.
     """
@@ -172,14 +172,14 @@ class Join(_Checked):
     """Leaves ``rank`` without a process until ``at_s``, when its first process joins the job.
 
     Until then, the other ranks regard the rank as lost. If another rank is still running at ``at_s``, the process joins
-    like a restarted one, with ``world.incarnation`` 1.
+    like a restarted process, with ``world.incarnation`` 1.
     """
 
     rank: int
     at_s: float
 
 
-#: Faults of one rank's process, which happen at a time. :class:`Kill` may instead happen at a turn or message.
+#: Faults of one rank's process that happen at a given time. :class:`Kill` may instead happen at a turn or message.
 RankFault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank
 Fault: TypeAlias = RankFault | SlowLink | Partition | Delay | Corrupt
 #: Faults that end a rank's process without an exception. They explain a RankLostError on the other ranks.

@@ -146,13 +146,13 @@ class Interfaces:
         return self._out[self._host_of[rank]].carry(ready_at, nbytes, self.bandwidth)[0]
 
     def enter(self, rank: int, now: float, nbytes: int) -> float:
-        """Return when ``nbytes`` bytes that begin to arrive at ``now`` have all entered the host of ``rank``."""
+        """Return the time at which all of ``nbytes`` bytes, arriving from ``now`` on, are in the host of ``rank``."""
         return self._in[self._host_of[rank]].carry(now, nbytes, self.bandwidth)[1]
 
 
 @dataclass(slots=True)
 class _Interface:
-    """Stores when one direction of a host's interface is free for large messages and for small messages."""
+    """Stores the times from which one direction of a host's interface is free for large and for small messages."""
 
     free_at: float = 0.0
     free_of_small_at: float = 0.0

@@ -53,7 +53,7 @@ class MessageFaults:
     def apply(
         self, source: int, dest: int, tag: int, data: bytes | bytearray | memoryview
     ) -> tuple[bytes | bytearray | memoryview, float]:
-        """Apply faults to the next message from ``source``. Return its data and its additional delay in seconds."""
+        """Apply faults to the next message from ``source``. Return its data and additional delay in seconds."""
         pair = (source, dest)
         self._sent_counts[source] += 1
         kill = self._kills.get((source, self._sent_counts[source]))

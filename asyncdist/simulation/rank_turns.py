@@ -1,6 +1,6 @@
 """Decides when each simulated rank runs, and for how long it is busy.
 
-In a *turn* a rank runs its ready callbacks, as one iteration of asyncio's loop does. The
+In a *turn*, a rank runs its ready callbacks, as one iteration of asyncio's loop does. The
 :class:`~asyncdist.simulation.scheduler.Scheduler` decides when turns happen.
 
 A rank that computes is *busy*: none of its tasks, timers or callbacks run until the computing time has passed, even if
@@ -34,7 +34,8 @@ _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
 _FREE_READ_COUNT: Final = 1000
 #: Virtual seconds that a clock read takes after the free reads. The time grows with every 1000 reads.
 _READ_S: Final = 1e-5
-#: Number of clock reads and sleeps in one callback after which an endless loop is assumed. The reads alone take 450 s.
+#: Number of clock reads and sleeps in one callback after which an endless loop is assumed. Reads alone take 450 virtual
+#: seconds.
 READ_COUNT_MAX: Final = 300_000
 #: Prefixes of modules that read clocks on behalf of user code.
 _READERS: Final = ("asyncdist.", "asyncio.")
@@ -69,14 +70,14 @@ class Turns:
     Args:
         before_turn: Function called with the rank before each turn, or None.
         enter: Function called with the rank before its user code runs, if another rank's user code ran last.
-        background: Unbound method that runs no user code, so that ``enter`` is not needed before it.
+        background: Unbound method that runs no user code, so ``enter`` is not called before it.
 
     Attributes:
         dead: Whether the rank has been killed and takes no more turns.
-        on_exit: Function called with a SystemExit that has left a task or callback, or None.
+        on_exit: Function called with a SystemExit that a task or callback has raised, or None.
         busy_s: Virtual seconds for which the rank has computed, blocked or stalled, including the current period.
-        slowness: Factor on the duration of the rank's turns. If it is above 1, the first turn after a wake-up is also
-            delayed.
+        slowness: Factor that multiplies the duration of the rank's turns. If it is above 1, the first turn after a
+            wake-up is also delayed.
     """
 
     def __init__(

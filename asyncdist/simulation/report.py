@@ -19,9 +19,9 @@ class SimReport(Generic[T_co]):
     """Reports how a simulation ended.
 
     Attributes:
-        results: Return value of each rank's main, or the exception that ended it. Unless ``return_exceptions`` is set,
-            the fault plan explains each exception (:meth:`check_ranks`). None for a rank that was killed or had not
-            ended when the simulation stopped.
+        results: Return value of each rank's ``main``, or the exception that ended it. Unless ``return_exceptions`` is
+            set, the fault plan explains each exception (:meth:`check_ranks`). None for a rank that was killed or had
+            not ended when the simulation stopped.
         packed_trace: Last events, in packed form; :attr:`trace` unpacks them.
         trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
         virtual_time_s: Virtual seconds until the last rank ended.
@@ -32,7 +32,7 @@ class SimReport(Generic[T_co]):
         killed_ranks: Ranks whose most recent process was killed.
     """
 
-    # The type has Any, because users would have to exclude BaseException and None by a type check.
+    # The type has Any, because otherwise users would need a type check to exclude BaseException and None.
     results: tuple[T_co | Any, ...]
     seed: int
     packed_trace: bytes = field(repr=False)
@@ -54,8 +54,8 @@ class SimReport(Generic[T_co]):
     def value(self) -> T_co | Any:
         """Return rank 0's value, or raise an exception that ended a rank.
 
-        Exceptions that did not result from another rank's failure take precedence. Among these, the exceptions that a
-        signal of the fault plan raised are last. A rank that calls ``sys.exit(0)`` is considered to have returned None.
+        Exceptions that did not result from another rank's failure take precedence. Among these, exceptions raised by a
+        signal of the fault plan come last. A rank that calls ``sys.exit(0)`` is considered to have returned None.
         """
         failures = self._failures()
         if failures:

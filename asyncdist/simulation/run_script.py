@@ -1,8 +1,8 @@
 """Implements ``asyncdist sim``, which runs a script in the simulator.
 
 The script runs as ``__main__``. Its call of ``asyncdist.run`` simulates all ranks and returns rank 0's value. All
-random states and the system's random bytes follow from the seed, and PYTHONHASHSEED is 0 unless it is set. A run is
-therefore a function of script, arguments, ranks, seed and faults.
+random states and the system's random bytes follow from the seed, and PYTHONHASHSEED is 0 unless it is set. A run
+therefore depends only on the script, its arguments, the number of ranks, the seed and the faults.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Script:
     Attributes:
         until_s: Virtual time by which all ranks must have ended, in seconds, or None.
         record: Absolute path of the folder for recordings, or None.
-        module: Full name of the module that the script is, if it runs as with ``python -m``, or an empty string.
+        module: Full module name of the script if it runs as with ``python -m``, otherwise an empty string.
         has_safe_path: Whether the user has kept the script's folder out of the module path. The process that runs the
             script cannot read this from ``sys.flags``, because :func:`explore` starts all processes with a safe path.
     """
@@ -113,7 +113,7 @@ class Script:
         strict: bool,
         inherited: list[str],
     ) -> SimReport[Any]:
-        """Simulate the main that the script passes to ``asyncdist.run``, with the arguments of :func:`simulate`."""
+        """Simulate the ``main`` that the script passes to ``asyncdist.run``, with the arguments of :func:`simulate`."""
         return simulate(
             main,
             *args,
@@ -129,13 +129,13 @@ class Script:
 
     @property
     def folder(self) -> str:
-        """Folder that Python would put on ``sys.path``: that of the script, or of the module's outermost package."""
+        """Folder that Python would put on ``sys.path``: the script's folder, or the parent of the outermost package."""
         return str(Path(self.path).resolve().parents[self.module.count(".")])
 
     def run_file(self, first_folder: str) -> None:
         """Run the script's file as ``__main__``, on its own, or as a module so that relative imports work.
 
-        A relative path is that of a file in ``first_folder``, because the script may have changed the folder.
+        A relative path is relative to ``first_folder``, because the script may have changed the current folder.
         """
         if not self.module:
             if zipfile.is_zipfile(place := os.path.join(first_folder, self.path)):
@@ -172,13 +172,13 @@ class Script:
         options += ["--faults", format_faults(plan)] if plan else []
         options += ["--until-s", f"{self.until_s!r}"] if self.until_s is not None else []
         options += ["--record", self.record] if self.record is not None else []
-        if self.arguments and self.arguments[0].startswith("-"):  # asyncdist may have an option of the same name
+        if self.arguments and self.arguments[0].startswith("-"):  # asyncdist may have an option with the same name
             options.append("--")
         return f"{hash_seed_prefix(default='0')}{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
 
 
 class _ScriptLoader(importlib.machinery.SourceFileLoader):
-    """Loads a script, whose code has the name ``name``, without a file of compiled code."""
+    """Loads a script without a file of compiled code. Tracebacks show ``name`` as the file of the code."""
 
     def __init__(self, place: str, name: str) -> None:
         super().__init__("__main__", place)
@@ -205,7 +205,7 @@ def _null_descriptor() -> int:
 
 
 def _null_file() -> TextIO:
-    """Return a file that drops its output. Its descriptor stays open, because a logger may keep the file."""
+    """Return a file that discards all output. Its descriptor stays open, because a logger may keep the file."""
     return open(_null_descriptor(), "w", encoding="utf-8", errors="backslashreplace", closefd=False)
 
 

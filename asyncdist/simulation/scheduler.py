@@ -18,7 +18,7 @@ from asyncdist.errors import LocalProtocolError
 
 #: Number of events at one instant after which the simulation is assumed to be in an endless loop.
 EVENT_COUNT_MAX: Final = 1_000_000
-#: Number of events between two garbage collections, because Python's automatic collections are not deterministic.
+#: Number of events between two garbage collections. Python's automatic collections would not be deterministic.
 _COLLECT_EVERY: Final = 10_000
 #: Number of collections of the youngest generation for each collection of the middle generation.
 _MIDDLE_EVERY: Final = 16
@@ -38,14 +38,14 @@ class EndlessLoopError(LocalProtocolError):
 
 
 class Scheduler:
-    """Virtual clock and event queue of a simulation.
+    """Stores the virtual clock and the event queue of a simulation.
 
     Args:
         rng: Random generator for the order of simultaneous events.
         many_rank_count: Number of ranks, or 0 if there are few. With many ranks, garbage collections are rarer. Each
-            time their number has doubled, the surviving objects are frozen, so that later collections skip them.
-            Instead of the first collection, all objects are frozen, because almost all were created when the ranks
-            started.
+            time the number of collections has doubled, the surviving objects are frozen, so that later collections skip
+            them. Instead of the first collection, all objects are frozen, because almost all were created when the
+            ranks started.
 
     Attributes:
         ahead_s: Virtual seconds for which the running callback has blocked, in addition to ``now``.
@@ -91,7 +91,7 @@ class Scheduler:
         self._cancelled_count += 1
         if self._cancelled_count > _CANCELLED_COUNT_MIN and 2 * self._cancelled_count > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if not _is_cancelled(entry[4])]
-            heapify(self._heap)  # The order of events is total, so this keeps it.
+            heapify(self._heap)  # The order of events is total, so this preserves it.
             self._cancelled_count = 0
 
     def _next_when(self) -> float:

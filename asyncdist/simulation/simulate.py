@@ -64,7 +64,7 @@ _COLLECTING_RANKS_MAX: Final = 1024
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
-#: Whether a script is replayed. Its own simulations could then replace the recording.
+#: Whether a script is being replayed. The simulations that it runs could then replace the recording.
 keeps_recordings: ContextVar[bool] = ContextVar("keeps_recordings", default=False)
 #: Function that returns a replacement for a rank's recording, given the rank's transport and loop. A replay sets it.
 instrument: ContextVar[Callable[[Transport, Any], Any] | None] = ContextVar("instrument", default=None)
@@ -98,7 +98,7 @@ def simulate(
         seed: Seed of all random choices, including the ranks' initial random states.
         network: Latency, bandwidth and hosts; :class:`Network` by default.
         compute: Computing time of user code; :class:`Compute` by default.
-        faults: Fault plan. A killed rank ends without running another line. Its ``finally`` blocks run when the
+        faults: Fault plan. A killed rank ends without executing another line. Its ``finally`` blocks run when the
             simulation is over, but the messages that they send are dropped.
         strict, record, record_limit_nbytes: See :func:`asyncdist.run`.
         until_s: Virtual time by which all ranks must have ended, in seconds, or None.
@@ -112,9 +112,11 @@ def simulate(
     Raises:
         BaseException: An exception that ended a rank and that the fault plan does not explain
             (:meth:`SimReport.check_ranks`), with a note that names the rank.
-        DeadlockError: No event was left, and some main had not returned. The message lists what each task waits for.
-        TimeLimitError: ``until_s`` was reached before all ranks had ended. The message lists what each task waits for.
-        KeyboardInterrupt: SIGINT was received between two events. The message lists what each task waits for.
+        DeadlockError: No event was left, and not every ``main`` had returned. The message lists what each task is
+            waiting for.
+        TimeLimitError: ``until_s`` was reached before all ranks had ended. The message lists what each task is waiting
+            for.
+        KeyboardInterrupt: SIGINT was received between two events. The message lists what each task is waiting for.
         LocalProtocolError: ``simulate`` was called inside a world or a simulation, or a task loops without waiting. On
             a rank: the program used a thread, a process, a socket or another source of nondeterminism.
         TypeError, ValueError: An argument is of the wrong type or out of range.
@@ -218,8 +220,8 @@ class _Simulation:
         self._fired = [0] * len(faults)
         # Each rank has its own generator, so that an additional message does not change all later computing times.
         self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
-        self._slowdowns = [1.0] * size  # factors on the ranks' computing times, and on those of their later processes
-        self._slowness = [max(1.0, compute.factors.get(rank, 1.0)) for rank in range(size)]  # the same for turns
+        self._slowdowns = [1.0] * size  # factors of the computing times of ranks and their later processes
+        self._slowness = [max(1.0, compute.factors.get(rank, 1.0)) for rank in range(size)]  # the same for their turns
         self._slow_faults: dict[int, list[int]] = {}  # indices of faults that slowed a rank while it had no process
         self._overruns = random.Random(f"{seed} overruns")
         self._overrun_probability = compute.draw_overrun_probability(self._overruns)
@@ -373,7 +375,7 @@ class _Simulation:
             error = interrupts.error(rank) or interrupts.raised
             if error is None:
                 raise
-            outcome = RankResult(error=error)  # a signal ends the rank even after its main has returned
+            outcome = RankResult(error=error)  # a signal ends the rank even after its ``main`` has returned
         if not self.has_died(loop) and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
@@ -474,7 +476,7 @@ class _Simulation:
         self._hosts[rank] = self._start(rank)
 
     def _whereabouts(self, what: str, of_whom: str) -> str:
-        """Describe the event ``what`` and, in one line per task, what the unfinished ranks wait for."""
+        """Describe the event ``what`` and, in one line per task, what the unfinished ranks are waiting for."""
         lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
         for rank in self._unended_ranks():
             lines += self._waiting(rank)

@@ -7,13 +7,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-#: State of main: it awaits, has returned, computes, or blocks in a call that uses no CPU time.
+#: State of ``main``: it is awaiting, has returned, is computing, or is blocked in a call that uses no CPU time.
 MainState: TypeAlias = Literal["awaits", "returned", "computes", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective in progress on a rank. ``number`` counts the rank's collectives in the group, from 1."""
+    """Describes a collective in progress on a rank. ``number`` counts the rank's collectives in the group, from 1."""
 
     tag: int
     number: int
@@ -29,7 +29,7 @@ class Wait:
         what: Description of the awaited event, or "" if the task is about to run.
         line: Line of the user's code, as in ``"main (train.py:12)"``, or "".
         seconds: Seconds for which the wait has lasted, or None if unknown.
-        peers: Ranks, any of which can end the wait.
+        peers: Ranks that can end the wait; any one of them is enough.
         ends_by_itself: Whether a timer or a thread of this rank, and not another rank, ends the wait.
         has_deadline: Whether the wait ends at a deadline if no other rank ends it.
     """
@@ -47,7 +47,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class ChannelState:
-    """A channel of the user's program, with its message counts on this rank."""
+    """Describes a channel of the user's program, with its message counts on this rank."""
 
     name: str
     tag: int
@@ -59,7 +59,7 @@ class ChannelState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """The state of a policy on this rank.
+    """Describes the state of a policy on this rank.
 
     ``round`` is the number of an exchange of weights, and ``role`` the rank's part in it: a state of
     ``protocols.selective.member``, in lower case. ``coordinator`` is the rank that has taken over from the first
@@ -79,15 +79,15 @@ class RankStory:
     """Describes what one rank is doing. Times are ages in seconds.
 
     Attributes:
-        line: Line of the user's code in which main blocks the loop, or "".
+        line: Line of the user's code in which ``main`` blocks the loop, or "".
         inner_line: Innermost line called from ``line`` if it is not in the user's code, or "".
-        still_s: Seconds since the rank last made a step or received a message.
+        still_s: Seconds since the rank last took a step or received a message.
         started: Number of started collectives, keyed by the group's tag.
         unread: Descriptions of messages that have arrived for channels that are not open.
         heard: Seconds since the last message of each rank that has sent one, keyed by rank.
         lost: Ranks whose processes ended without leaving the world.
         vacant: Ranks without a process, which may join.
-        left: Ranks that have returned from main.
+        left: Ranks that have returned from ``main``.
         has_further_tasks: Whether other tasks of the program, which are not in ``waits``, may send messages.
     """
 

@@ -19,7 +19,7 @@ _PID_LENGTH_MAX: Final = 20
 
 
 def chosen_job(command: str, name: str | None, hint: str = "") -> str | None:
-    """Return the job that :func:`find_job` finds for ``command``, or print why there is none, and ``hint``."""
+    """Return the job that :func:`find_job` finds for ``command``, or print why it finds none, and ``hint``."""
     warn_of_refused_directories(command)
     try:
         return find_job(name)
@@ -46,7 +46,7 @@ def find_job(name: str | None) -> str:
 
 
 def job_of_process(pid: int, found: Mapping[str, Sequence[RankSocket]]) -> str | None:
-    """Return the job that has a process, or a descendant of the process, as a rank. Return None without such a job.
+    """Return the job that has a process, or a descendant of the process, as a rank, or None if there is no such job.
 
     If a rank of one job has started another job, the first job's launcher is an ancestor of both jobs' ranks. For this
     launcher, the first job is returned.

@@ -1,4 +1,4 @@
-"""Formats what all ranks are doing as text that fits one screen: whom each waits for, and which are deadlocked."""
+"""Formats what all ranks are doing as text that fits one screen: whom each rank awaits, and which are deadlocked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SILENCE: Final = {
 
 
 def summarize(story: RankStory, stories: Mapping[int, RankStory]) -> str:
-    """Describe what a rank's main is doing, in one line."""
+    """Describe what a rank's ``main`` is doing, in one line."""
     return printable(_describe_main(story, {**stories, story.rank: story}))
 
 
@@ -44,7 +44,7 @@ def describe_rank(story: RankStory) -> str:
 
 
 def describe_job(stories: Mapping[int, RankStory], silent: Sequence[RankSocket] = ()) -> str:
-    """Describe, in several lines, what each rank on this host is doing and which ranks it waits for.
+    """Describe, in several lines, what each rank on this host is doing and which ranks it is waiting for.
 
     ``silent`` are the ranks on this host that have not answered.
     """
@@ -224,7 +224,7 @@ def awaited_ranks(wait: Wait, stories: Mapping[int, RankStory]) -> tuple[int, ..
 
 
 def main_needs(story: RankStory, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that main waits for."""
+    """Return the ranks that ``main`` is waiting for."""
     return next((awaited_ranks(wait, stories) for wait in story.waits if wait.who == "main"), ())
 
 
@@ -232,8 +232,8 @@ def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
     """Return the deadlocked ranks: ranks that only other deadlocked ranks could wake.
 
     This is the knot of the OR model (Knapp, Deadlock Detection in Distributed Databases, 1987). Every task of a
-    deadlocked rank waits for messages of certain ranks. A rank that computes, blocks, sleeps, waits with a timeout or
-    for a local event, has further tasks or has not answered may make progress.
+    deadlocked rank is waiting for messages from certain ranks. A rank may still make progress if it computes, blocks,
+    sleeps, waits with a timeout or for a local event, has further tasks or has not answered.
     """
     stuck = {
         rank
@@ -261,7 +261,7 @@ def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Col
 
 
 def cycle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return a cycle of ranks in which each waits for the next, and the last for the first, or () if there is none."""
+    """Return a cycle of ranks, each of which is waiting for the next, and the last for the first, or () if none."""
     for start in sorted(stuck):
         path = [start]
         while True:
@@ -276,7 +276,7 @@ def cycle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int
 
 
 def in_display_order(stories: Mapping[int, RankStory]) -> list[int]:
-    """Return the ranks in display order: ranks that do not wait first, then ranks for which many others wait."""
+    """Return the ranks in display order: first ranks that are not waiting, then ranks that many others await."""
     waiters = dict.fromkeys(stories, 0)
     for rank, story in stories.items():
         for needed in main_needs(story, stories):

@@ -24,8 +24,8 @@ class _LastEvents:
 
     Attributes:
         last_s: Time of the rank's last event, in seconds since 1970.
-        over: Error that ended main, "" if main returned, or None if the end of main is not recorded.
-        cut: Recorded reason why the file ends before main does, or "".
+        over: Error that ended ``main``, "" if ``main`` returned, or None if the end of ``main`` is not recorded.
+        cut: Recorded reason why the file ends before ``main`` does, or "".
         reports: Last recorded report on the ranks of this rank's host. The key True is for reports before an abort, and
             False for all others.
         latest: Latest other events, oldest first.

@@ -71,7 +71,7 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class RankSocket:
-    """The path of a rank's socket, which contains the rank and its pid."""
+    """Stores the path of a rank's socket, which contains the rank and its pid."""
 
     path: Path
     rank: int
@@ -197,7 +197,7 @@ def withdraw(path: Path) -> None:
 
 
 def clear(base: Path) -> None:
-    """Remove the sockets of ended jobs from this folder, unless it is not private to this user."""
+    """Remove the sockets of ended jobs from this folder if the folder is private to this user."""
     with contextlib.suppress(OSError), private_folders.opened(base) as descriptor:
         for name in os.listdir(descriptor):
             _clear_job(descriptor, base / name)

@@ -57,7 +57,7 @@ _OTHER_NAME: Final = (
 
 
 class PageServer(AddressServer):
-    """An HTTP server on 127.0.0.1. Raises OSError if the port is in use. Port 0 selects a free port."""
+    """Serves HTTP on 127.0.0.1. Raises OSError if the port is in use. Port 0 selects a free port."""
 
     def __init__(self, snapshots: Snapshots, port: int = 0) -> None:
         self.snapshots = snapshots

@@ -24,7 +24,7 @@ from asyncdist.report.slow_ranks import slow_ranks_in_words
 from asyncdist.story import sockets
 from asyncdist.validation import printable
 
-#: Seconds without sockets after which a job has ended. If their folder is removed, its ranks create new sockets.
+#: Seconds without sockets after which a job counts as ended. If their folder is removed, ranks create new sockets.
 _GONE_S: Final = 3.0
 
 _encoder: Final = msgspec.json.Encoder()
@@ -104,7 +104,7 @@ def _values(rows: Sequence[Row], name: str, quantity: str) -> Iterator[tuple[int
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The counters of a job at one time, encoded once for all viewers.
+    """Stores the counters of a job at one time, encoded once for all viewers.
 
     Attributes:
         packed: ``body``, which is JSON, compressed with gzip.
@@ -179,13 +179,13 @@ class Snapshots:
 
 
 def _notes(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the notes on ranks. Ranks that wait for others are last, because they are seldom the cause."""
+    """Return the notes on ranks. Ranks that are waiting for others are last, because they are seldom the cause."""
     noted = sorted((row for row in rows if row.note), key=lambda row: (row.note.startswith("waits"), row.rank))
     return [{"rank": row.rank, "text": row.note} for row in noted]
 
 
 def _step_s(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the recent seconds per step of each answering rank that has made several steps."""
+    """Return the recent seconds per step of each answering rank that has taken several steps."""
     return {row.rank: row.step_s for row in rows if row.step_s is not None and not row.is_silent}
 
 

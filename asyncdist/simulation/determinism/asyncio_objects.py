@@ -2,11 +2,12 @@
 
 The order of a set depends on the hashes of its members. By default, an object is hashed by its address, which differs
 in each run. Tasks and futures of a simulated rank are therefore hashed by a number. asyncio's functions also put other
-objects into sets. Sets in these functions therefore iterate in insertion order. A program's own sets of objects without
-``__hash__`` have no deterministic order.
+objects into sets. Sets that these functions create therefore iterate in insertion order. A program's own sets of
+objects without ``__hash__`` have no deterministic order.
 
 When Python finalises an abandoned asynchronous generator, asyncio closes it in a task on the loop that started it. In a
-simulation, the garbage collector may do so during a different rank's turn, so :class:`Generators` records the ranks.
+simulation, the garbage collector may run during a different rank's turn, so :class:`Generators` records which rank
+started each generator.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _GATHERED: Final[Any] = tasks._GatheringFuture  # type: ignore[attr-defined]
 
 
 class _InOrder(set[Any]):
-    """A set that iterates over its members in insertion order."""
+    """Iterates over its members in insertion order, unlike a plain set."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
         self._order = dict.fromkeys(members)

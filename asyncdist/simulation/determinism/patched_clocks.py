@@ -118,7 +118,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _calling_rank() -> RankLoop | None:
-    """Return the running rank's loop, or None outside all ranks and for a call by a trusted library."""
+    """Return the running rank's loop, or None if no rank is running or a trusted library makes the call."""
     loop = asyncio._get_running_loop()  # None in other threads and in forked processes
     if not isinstance(loop, RankLoop) or not loop.is_running():
         return None

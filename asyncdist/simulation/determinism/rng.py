@@ -1,10 +1,10 @@
 """Gives each simulated rank its own random states, as if the rank were a process.
 
-At each switch between ranks, the states of torch's global generator and of numpy's global bit generator are swapped,
-together with torch's modes (:mod:`asyncdist.tensors.torch_modes`) and the module ``__main__``, of which each rank has
-its own if a script opens its world without a main function. The functions of ``random`` and ``numpy.random`` are
-replaced once per simulation by functions that use the running rank's generator. Replacing them at each switch would
-take three times as long.
+At each switch between ranks, the states of torch's global generator and of numpy's global bit generator are swapped.
+Torch's modes (:mod:`asyncdist.tensors.torch_modes`) and the module ``__main__`` are swapped, too, because each rank has
+its own ``__main__`` if a script opens its world without a main function. The functions of ``random`` and
+``numpy.random`` are replaced once per simulation by functions that use the running rank's generator. Replacing them at
+each switch would take three times as long.
 
 All ranks share a function that was imported from ``random`` before the simulation (``from random import random``). A
 function imported from ``numpy.random`` uses the rank's generator, except for the second of a pair of normal variates,
@@ -136,7 +136,7 @@ class _Seed(ISeedSequence):
 
 
 class _States(NamedTuple):
-    """Random states of one process. ``numpy`` is a ``RandomState`` that uses ``generator``."""
+    """Stores the random states of one process. ``numpy`` is a ``RandomState`` that uses ``generator``."""
 
     torch: torch.Tensor
     generator: Any
@@ -205,7 +205,7 @@ class RandomStates:
         return states
 
     def restart(self, rank: int, incarnation: int) -> None:
-        """Initialise the random states of a new process of ``rank``."""
+        """Initialise the random states for a new process of ``rank``."""
         current = self.current
         if rank == current:
             self.switch(self._outside)
@@ -226,7 +226,7 @@ class RandomStates:
             yield
 
     def _entropy_bytes(self, count: int) -> bytes | None:
-        """Return random bytes for the running rank, or None outside all ranks."""
+        """Return random bytes for the running rank, or None if no rank is running."""
         rank = self.current
         if rank == self._outside:
             return None

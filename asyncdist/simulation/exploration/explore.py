@@ -42,7 +42,7 @@ _SHRINK_RUN_COUNT: Final = 300
 #: Seconds of work that a process receives at a time: short enough for a progress bar, long enough to be efficient.
 _CHUNK_S: Final = 0.5
 _CHUNK_SEED_COUNT_MAX: Final = 64
-#: Number of leading characters that the messages of equal assertion failures share, ignoring numbers.
+#: Two assertion failures count as equal if their messages share this many leading characters, ignoring numbers.
 _PREFIX_LENGTH: Final = 40
 
 
@@ -254,7 +254,7 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
 def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
     """Return whether a signal of the fault plan ended ``rank``, directly or through the loss of the signalled rank.
 
-    A program may survive a killed rank, but it cannot prevent a signal from ending the whole job.
+    A program may survive the loss of a killed rank, but it cannot prevent a signal from ending the whole job.
     """
     result, interrupted = report.results[rank], report.interrupted_ranks()
     if isinstance(result, RankLostError) and interrupted:

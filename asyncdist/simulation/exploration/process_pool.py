@@ -148,7 +148,7 @@ class Pool:
 def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
     """Open a :class:`Pool`, or an :class:`Inline` for one process, until the context ends."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # the script has no __main__ guard, which the parent process reports
+        sys.exit(1)  # the parent process reports that the script has no ``__main__`` guard
     runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)
     try:
         yield runner
@@ -166,7 +166,7 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def _modules_of_others_ignored() -> contextlib.AbstractContextManager[None]:
-    """Prevent processes that are started in this context from importing modules of the working directory.
+    """Prevent processes that are started in this context from importing modules from the working directory.
 
     The directory may be shared, and the processes may import modules before they receive this process's module path.
     """

@@ -22,7 +22,7 @@ _CANCEL_COUNT: Final = 10
 
 
 def cancel_tasks_quietly(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
-    """Cancel all tasks of these loops without logging."""
+    """Cancel all tasks of these event loops without logging."""
     left = [(loop, task) for loop in loops for task in loop.unfinished_tasks()]
     scheduler.stopped = False
     logging_was = logging.root.manager.disable
@@ -67,7 +67,7 @@ def forget_earlier(world: World, options: RecordOptions | None) -> None:
 def end_recording(world: World | None, main: asyncio.Task[None] | None = None) -> None:
     """End the recording of a rank, so that the clean-up of its tasks is not recorded.
 
-    If the rank's main task ``main`` is given, also record what it waits for.
+    If the rank's main task ``main`` is given, also record what it is waiting for.
     """
     if world is None or world.services.end_recording is None:
         return

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 #: File in the current folder with commands that pdb executes when it starts.
 _COMMANDS: Final = ".pdbrc"
-#: Module with the main function of scripts that have none.
+#: Module that provides the main function for scripts that have none.
 _RUNNER: Final = "asyncdist.simulation.run_script"
 
 
@@ -44,7 +44,7 @@ class RankDebugger(pdb.Pdb):
         sys.settrace(self.trace_dispatch)
 
     def watch_script(self, frame: types.FrameType | None, rank: int) -> None:
-        """Stop on the next line of a script without a main, which opens its world, if ``rank`` is the debugged rank.
+        """Stop on the next line of a script that opens its world without a main function, if ``rank`` is debugged.
 
         Args:
             frame: Innermost frame of the stack on which the script runs.

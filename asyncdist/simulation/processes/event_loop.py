@@ -46,7 +46,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are not asyncio.Handle
-    """The event loop that runs the tasks of one simulated rank. ``context`` has the context variables of main.
+    """The event loop that runs the tasks of one simulated rank. ``context`` has the context variables of ``main``.
 
     The arguments are those of :class:`~asyncdist.simulation.rank_turns.Turns`.
     """
@@ -61,12 +61,12 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_busy(self, seconds: float) -> Awaitable[None]:
-        """Make the rank busy for ``seconds``. The caller must await the result at once. It then resumes first."""
+        """Make the rank busy for ``seconds``. The caller must await the result at once, and resumes first."""
         self.become_busy(seconds)
         return _fall_asleep()  # awaiting a future would cost twice as much
 
     def event_time(self) -> float:
-        """Return the time like :meth:`time`, but do not count the read."""
+        """Return the same time as :meth:`time`, but do not count this call as a clock read."""
         seconds: float = self._scheduler.time()
         return seconds
 
@@ -136,7 +136,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
             )
 
     async def shutdown_asyncgens(self) -> None:
-        """Close the remaining asynchronous generators, as asyncio does after main has ended."""
+        """Close the remaining asynchronous generators, as asyncio does after ``main`` has ended."""
         left = self.generators(self)
         results = await asyncio.gather(*[generator.aclose() for generator in left], return_exceptions=True)
         for generator, result in zip(left, results, strict=True):

@@ -37,8 +37,8 @@ class Admission:
         self._permitted: deque[Key] = deque()
 
     def open(self) -> None:
-        """Begin to admit messages in the recorded order, just before main starts."""
-        self._early.clear()  # drops messages recorded before main, because a replay may need fewer of them
+        """Start admitting messages in the recorded order, just before ``main`` starts."""
+        self._early.clear()  # drops messages recorded before ``main``, because a replay may need fewer of them
 
     @property
     def has_permitted(self) -> bool:
@@ -103,7 +103,7 @@ class Admission:
         return self._mailbox.pop(key)
 
     def _deliver_rest_by_polling(self, taken: ReceivedByTask) -> None:
-        """Let polling deliver the messages that the task received next, because a replayed task tests less often."""
+        """Let polling deliver the messages that the recorded task received next. A replayed task tests less often."""
         for pending in itertools.takewhile(taken.is_same_point, self._inputs.upcoming()):
             if not isinstance(pending, ReceivedByTask) or pending.keys[0][1] != taken.keys[0][1]:
                 break

@@ -23,7 +23,7 @@ from asyncdist.simulation.replay.log import (
 
 #: Fields of a recorded decision that may differ in a replay.
 _NOT_REPEATED = frozenset({"seconds", "waited_s", "turn", "woken"})
-#: Kinds of events that a policy records when main leaves it.
+#: Kinds of events that a policy records when ``main`` leaves it.
 _FINAL = frozenset({"weights", "closed"})
 _TAGS = {tags.METRIC: "metric", tags.CONTROL: "control", tags.REPLAY: "replay", tags.PARAM: "stream control"}
 
@@ -37,7 +37,7 @@ class Comparison:
 
     Attributes:
         iteration: Last iteration in which a policy's step ended; -1 before the first such step.
-        deferred: Difference in the weights of a policy that main has left because of an exception, or None.
+        deferred: Difference in the weights of a policy that ``main`` has left because of an exception, or None.
     """
 
     def __init__(self, rank: int, log: RankLog, found: list[DivergenceError]) -> None:
@@ -58,8 +58,8 @@ class Comparison:
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...], has_stopped: bool) -> None:
         """Compare one event with the record, and raise DivergenceError if the event differs.
 
-        If a policy's weights differ because an exception makes main leave the policy, later events are not compared.
-        The end of main then reports the exception. If main catches it, :attr:`deferred` is reported.
+        If a policy's weights differ because an exception makes ``main`` leave the policy, later events are not
+        compared. The end of ``main`` then reports the exception. If ``main`` catches it, :attr:`deferred` is reported.
         """
         if kind == "step":
             self.iteration = whole(fields[1])
@@ -69,7 +69,7 @@ class Comparison:
         decisions = self._log.decisions[kind]
         expected = decisions.popleft() if decisions else None
         if expected is None:
-            if not self._log.is_over or has_stopped:  # after the end of main, events may differ
+            if not self._log.is_over or has_stopped:  # after the end of ``main``, events may differ
                 return
             found = f"the recording has no further {kind}, but the replay has [{event}]"
         elif _essence(expected) != _essence(event):
@@ -81,11 +81,11 @@ class Comparison:
         self.deferred = self._difference(found)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Compare the end of main with the recorded end. ``error`` is the cause of a reported difference."""
+        """Compare the end of ``main`` with the recorded end. ``error`` is the cause of a reported difference."""
         if isinstance(error, asyncio.CancelledError):
             return
         now, recorded = "" if error is None else type(error).__name__, self._log.error.partition(":")[0]
-        # The job failed on another rank while main was returning.
+        # The job failed on another rank while ``main`` was returning.
         failed_late = recorded == RankLostError.__name__ and not now
         if self._log.is_over and not self._found and now != recorded and not failed_late:
             told = now if error is None else f"{now}: {error}".partition("\n")[0]

@@ -33,7 +33,7 @@ class ReplayedEngine(ObservedEngine):
         self.clock = gate.inputs.read_clock
 
     def begin(self) -> None:
-        """Begin to deliver the recorded inputs, just before main starts."""
+        """Start delivering the recorded inputs, just before ``main`` starts."""
         super().begin()
         self._gate.open(self)
 
@@ -110,7 +110,7 @@ class ReplayedEngine(ObservedEngine):
                 await waiter
                 return
         if task is gate.main and not waiter.done():
-            gate.main = None  # the task waits for something other than a safe point
+            gate.main = None  # the task is waiting for something other than a safe point
         gate.waiters[task] = waiter
         gate.counted |= set() if is_of_request else {task}
         try:
@@ -195,7 +195,7 @@ class ReplayedEngine(ObservedEngine):
         wake = functools.partial(resolve_waiter, waiter, None)
         with gate.inputs.deadlines.waiting(what, self.loop.time(), wake):
             gate.input_checks.look_soon()
-            if not gate.inputs.remains_in_record(what):  # the job's failure ended the collective, or main ended first
+            if not gate.inputs.remains_in_record(what):  # the job failed, or ``main`` ended first
                 await self.park(waiter, what, is_of_request=True)
                 return
             if asyncio.current_task() is gate.main:

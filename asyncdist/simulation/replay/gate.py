@@ -32,12 +32,12 @@ from asyncdist.simulation.replay.log import (
 from asyncdist.simulation.replay.pending_inputs import Mailbox, PendingInputs
 from asyncdist.waits import WaitId, WaitKind
 
-#: Maximum virtual seconds to hold back a message until the rank reaches the safe point that followed it when recorded.
+#: Maximum virtual seconds to hold back a message until the rank reaches the safe point that followed it in the record.
 _DEFERRAL_S: Final = 1.0
 #: Maximum virtual seconds for which a message is deferred until work in a thread ends. The work may sleep in virtual
 #: time.
 _WORK_S: Final = 100.0
-#: Maximum number of attempts to reach the point at which an input was recorded, by letting the other tasks run.
+#: Maximum number of times that other tasks are run in order to reach the point at which an input was recorded.
 _TRY_COUNT: Final = 20
 
 
@@ -47,16 +47,16 @@ class Gate:
     Args:
         found: List to which differences from the record are appended.
         is_cut_off: Function that returns whether a rank has stopped at the end of its own record, or of the record of a
-            rank that it needs. If the second argument is true, a rank that waits at the end of its record counts as
-            stopped.
+            rank that it needs. If the second argument is true, a rank that is waiting at the end of its record counts
+            as stopped.
 
     Attributes:
-        has_stopped: Whether the rank has reached the end of its record or of its main.
-        waiters: Future for which each task waits, keyed by task.
+        has_stopped: Whether the rank has reached the end of its record or of its ``main``.
+        waiters: Future for which each task is waiting, keyed by task.
         counted: Tasks whose waits are counted in the record.
-        woken_late: Tasks that wait for a message in the replay, but did not wait for it in the recorded run.
+        woken_late: Tasks that are waiting for a message in the replay, but did not wait for it in the recorded run.
         user: Task that reached the last safe point.
-        main: The task ``user``, or None while it waits for something other than a safe point.
+        main: The task ``user``, or None while it is waiting for something other than a safe point.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Gate:
         mailbox.ring = self._on_arrival
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin to deliver the recorded inputs, just before the user's ``main`` starts."""
+        """Start delivering the recorded inputs, just before the user's ``main`` starts."""
         self._engine = engine
         self.inputs.open(engine)
         self.admission.open()
@@ -164,7 +164,7 @@ class Gate:
         args: tuple[object, ...],
         context: contextvars.Context | None,
     ) -> Any:
-        """Set a timer that fires at the recorded point: one of asyncio, or the end of work in a thread."""
+        """Set a timer that fires at the recorded point: an asyncio timer, or the end of work in a thread."""
 
         def fire() -> None:
             self._loop.call_soon(self._engine._note_wait_ended, True)
@@ -180,7 +180,7 @@ class Gate:
         self.input_checks.look_soon()
 
     def _deliver(self, pending: RecordedInput) -> None:
-        """Deliver a recorded input to the rank, and wake the tasks that wait for it."""
+        """Deliver a recorded input to the rank, and wake the tasks that are waiting for it."""
         self.inputs.remove(pending)
         match pending:
             case ReceivedMessages(keys=keys):
@@ -224,7 +224,7 @@ class Gate:
             self.inputs.timers.fire(pending.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
-        """If the user's task waits for one of these messages, wake it first, as a timeout did in the recorded run."""
+        """If the user's task is waiting for one of these messages, wake it first, as a timeout did when recorded."""
         if (waiter := self.waiters.get(self.user)) is None:
             return
         what, peers = self._engine.awaited(waiter), frozenset(self._engine.awaited_peers(waiter))
@@ -243,7 +243,7 @@ class Gate:
             if self.inputs.seen_count >= seen_count and self._is_deferred(pending):
                 if (late := self.inputs.first_late()) is None or not self.inputs.is_possible(late):
                     return
-                pending = late  # a task already waits for this message
+                pending = late  # a task is already waiting for this message
             left = self.inputs.collective_end_after(pending)
             if left is not None and self.inputs.is_due(left[0]):
                 self._deliver(left[0])
@@ -260,9 +260,9 @@ class Gate:
     def _is_deferred(self, pending: RecordedInput) -> bool:
         """Return whether an input must not wake its task before another task has continued.
 
-        In the recorded run, the other task was ready when a polling pass received the message. It reached a safe point
-        first, or continued after a collective, a sleep or work in a thread. The deferral is limited in time, in case
-        user code waits for the input.
+        In the recorded run, the other task was ready when a polling pass received the message. The other task then
+        reached a safe point first, or continued after a collective, a sleep or work in a thread. The deferral is
+        limited in time, in case user code waits for the input.
         """
         left = self.inputs.collective_end_after(pending)
         is_late = self.inputs.has_late_timer_after(pending)
@@ -467,7 +467,7 @@ class Gate:
             self.comparison.note_other_order(nbytes)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Compare the end of main with the recorded end."""
+        """Compare the end of ``main`` with the recorded end."""
         if not isinstance(error, asyncio.CancelledError):  # tasks are also cancelled after the end of the simulation
             self.has_stopped = True
             self.input_checks.note_end()

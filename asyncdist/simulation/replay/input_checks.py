@@ -12,7 +12,7 @@ from asyncdist.simulation.replay.log import RecordedInput
 from asyncdist.simulation.replay.pending_inputs import PendingInputs
 from asyncdist.simulation.scheduler import Handle
 
-#: Shortest pause between two checks of the next recorded input, in virtual seconds. Other ranks send it in no time.
+#: Shortest pause between two checks of the next recorded input, in virtual seconds. Sending the input takes no time.
 PAUSE_S: Final = 1e-5
 #: Longest pause between two checks of the next recorded input, in virtual seconds.
 PAUSE_MAX_S: Final = 0.1
@@ -37,7 +37,7 @@ class InputChecks:
         self._deferred: RecordedInput | None = None
 
     def note_end(self) -> None:
-        """Record that main has ended. From now on, inputs are delayed only briefly."""
+        """Record that ``main`` has ended. From now on, inputs are delayed only briefly."""
         self._has_main_ended = True
         self.look_soon()
 
@@ -76,7 +76,7 @@ class InputChecks:
             self._deliver_all()
 
     def _is_patience_over(self) -> bool:
-        """Return whether no input was delivered for PATIENCE_S seconds. Otherwise schedule the next check."""
+        """Return whether no input was delivered for PATIENCE_S seconds. Otherwise, schedule the next check."""
         ends_at_s = self._inputs.progressed_at_s + PATIENCE_S
         if self._loop.time() >= ends_at_s:
             return True

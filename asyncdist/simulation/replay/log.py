@@ -28,7 +28,7 @@ DECISIONS: Final = frozenset(
         *("coordinator", "closed", "weights", "lost", "contributed"),
     }
 )
-#: Tags of the messages of collectives.
+#: Tags of collectives' messages.
 COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 #: Errors with which a signal ended the user's ``main``.
 _SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", f"SystemExit: {128 + signal.SIGHUP}", "KeyboardInterrupt")
@@ -66,7 +66,7 @@ class ReceivedMessages(RecordedInput):
 
 @dataclass(slots=True)
 class ReceivedByTask(ReceivedMessages):
-    """A message that a task received outside a polling pass. In the replay, task ``late_for`` waits for it."""
+    """A message that a task received outside a polling pass. In the replay, task ``late_for`` is waiting for it."""
 
     late_for: asyncio.Task[Any] | None = None
     counts: ClassVar[bool] = False
@@ -141,14 +141,14 @@ Entry: TypeAlias = RecordedInput | SafePoint
 
 @dataclass(slots=True)
 class RankLog:
-    """Record of one rank: its inputs and its decisions.
+    """Stores the record of one rank: its inputs and its decisions.
 
     Attributes:
         early: Number of messages received before the rank's world was open, keyed by source and tag.
         clock: Clock readings, keyed by the line of code that read the clock
             (:func:`~asyncdist.runtime.recording.key_of_reading`).
         decisions: Decisions, keyed by kind. The order across kinds depends on the order of tasks.
-        is_over: Whether the end of main is recorded.
+        is_over: Whether the end of ``main`` is recorded.
         end_s: Time of the last event, on the rank's clock.
         results: Results of MPI's reductions, keyed by the group's tag: pairs of size in bytes and content. The content
             is b"" if it was too large to record.
@@ -215,7 +215,7 @@ class _Reader:
                 if not (self._tells_ends and tag in COLLECTIVE_TAGS):  # replayed collectives may send other messages
                     self._read_message(event, number, (source, tag))
             case "sent", (int(), int(tag), *_):
-                self._last_pass = -1  # a later message of the same pass may be a reply to this message
+                self._last_pass = -1  # a later message in the same pass may be a reply to this message
                 self._sent_count += not (log.is_native and tag in COLLECTIVE_TAGS)
             case "deadline" | "timer" | "failed" | "collective" | "lost", _:
                 self._inputs.append(_input_of(event, self._sent_count))
@@ -292,7 +292,7 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 
 def _end(events: Sequence[Event]) -> int:
-    """Return the number of events before a signal, or up to the last step if main ended with the signal's exception."""
+    """Return the number of events before a signal, or up to the last step if the signal's exception ended ``main``."""
     end = 0
     for place, event in enumerate(events):
         if event.kind == "interrupted":

@@ -1,4 +1,4 @@
-"""Stores the messages that have arrived at a replayed rank, and its recorded inputs, and decides which are due.
+"""Stores a replayed rank's recorded inputs and arrived messages, and decides which inputs are due.
 
 An input is a message, the end of a timer or deadline, or the loss of a rank. It is due when the replayed rank has
 reached the point at which it was recorded. This point is a turn of a safe point or, between two safe points, the
@@ -119,7 +119,7 @@ class PendingInputs:
         )
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin to count waits and messages, just before the user's ``main`` starts."""
+        """Start counting waits and messages, just before the user's ``main`` starts."""
         self.engine = engine
         self._sent_count = engine.woken_count = engine.begun_count = 0
         self.is_open = True
@@ -196,13 +196,13 @@ class PendingInputs:
         )
 
     def is_received_at_point(self, pending: RecordedInput) -> bool:
-        """Return whether main must reach its next safe point before this message wakes a task."""
+        """Return whether ``main`` must reach its next safe point before this message wakes a task."""
         if self._point is not None or type(pending) is not ReceivedMessages:
             return False
         return bool(self._points) and self._points[0].woken_count <= self.engine.woken_count
 
     def first_late(self) -> ReceivedByTask | None:
-        """Return the first message recorded after the next safe point if a task already waits for it, or None."""
+        """Return the first message recorded after the next safe point if a task is already waiting for it, or None."""
         first = next((pending for pending in self.upcoming() if not self.is_received_at_point(pending)), None)
         return first if isinstance(first, ReceivedByTask) and first.late_for is not None else None
 

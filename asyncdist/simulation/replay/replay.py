@@ -36,11 +36,11 @@ from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.simulation.replay")
 
-#: Number of consecutive events without progress of any rank after which the replay ends. It is larger if a recorded
-#: rank had no input for long, because its tasks may have yielded to each other all the time.
+#: Number of consecutive events without progress of any rank after which the replay ends. The number is larger if a
+#: recorded rank had no input for a long time, because its tasks may have yielded to each other all that time.
 _IDLE_EVENT_COUNT: Final = 200_000
 _IDLE_EVENT_COUNT_MAX: Final = 10_000_000
-#: Added to the description of a difference.
+#: Text that is added to the description of a difference.
 _OTHER_SOURCES: Final = (
     "; the recording was made with other source files of asyncdist, which may be the cause: record the run again"
 )
@@ -52,14 +52,14 @@ _LOOK_EVERY: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Result of a replay.
+    """Describes the result of a replay.
 
     Attributes:
         report: Report of the simulation, without a result for each rank in ``cut_ranks``.
         decision_count: Number of recorded decisions, including weights, that the replay repeated.
         left_count: Number of recorded decisions that the replay did not reach, because they depend on a rank whose
             record ends earlier.
-        cut_ranks: Ranks whose record ends before their main returns, for example because they were killed.
+        cut_ranks: Ranks whose record ends before their ``main`` returns, for example because they were killed.
     """
 
     report: SimReport[Any]
@@ -82,7 +82,7 @@ def replay(
         main: Coroutine function that was recorded.
         args: Further arguments of ``main``.
         recording: Recording of one job, with a file for each rank.
-        on_open: Function called with the world of each rank before the rank's main begins.
+        on_open: Function called with the world of each rank before the rank's ``main`` begins.
 
     Raises:
         DivergenceError: A rank differs from its record. The message describes the first difference.
@@ -163,7 +163,7 @@ class ReplayedJob:
 
     Attributes:
         left_count: Number of recorded decisions that the replay has not reached, counted when the simulation is over.
-        cut_ranks: Ranks whose record ends before main returns.
+        cut_ranks: Ranks whose record ends before ``main`` returns.
     """
 
     def __init__(self, recording: Recording, on_open: Callable[[World], object] | None) -> None:
@@ -185,7 +185,7 @@ class ReplayedJob:
         self.cut_ranks = tuple(rank for rank, log in sorted(self._logs.items()) if not log.is_over)
 
     def open_rank(self, transport: Transport, loop: RankLoop) -> ReplayedRank:
-        """Return the object that replays a rank, which replaces the object that records it."""
+        """Return an object that replays a rank, to be used instead of the object that records it."""
         rank = transport.rank
         gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
         gate.inputs.reached_s = self._recorded[rank].header.clock_s
@@ -303,7 +303,7 @@ class ReplayedRank:
         self._on_open(world)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Compare the end of main with the recorded end."""
+        """Compare the end of ``main`` with the recorded end."""
         self._gate.note_end(error)
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ def _script_of(
     words, recorded = tuple(arguments), tuple(header.arguments)
     if path is None:
         words = words or recorded
-    elif recorded and not words:  # somebody else may have chosen the recorded arguments
+    elif recorded and not words:  # another user may have chosen the recorded arguments
         logger.warning(
             "%s runs without arguments, because only the script was named. The recorded arguments are: %s",
             name,
@@ -226,7 +226,7 @@ def run_command(
 ) -> int:
     """Replay a recording, print the result, and return the exit code.
 
-    The code is 0 if the replay equals the recording, 1 if it differs or a rank fails as recorded, and 2 for wrong
+    The code is 0 if the replay equals the recording, 1 if it differs or a rank fails as recorded, and 2 for invalid
     input. pdb stops in ``rank``. If ``to_test`` is a path, write a test there instead.
     """
     try:
@@ -291,7 +291,7 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
     try:
         with contextlib.ExitStack() as undone:
             path.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()  # fails if the path is a link, which another user may have made
+            folder.mkdir()  # fails if the path is a link, which another user may have created
             undone.callback(shutil.rmtree, folder, ignore_errors=True)
             for each in recording.ranks:
                 shutil.copy(each.path, folder)

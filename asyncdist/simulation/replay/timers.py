@@ -41,7 +41,7 @@ class _Timer:
 
 
 class Timers:
-    """Timers of a replayed rank, or deadlines of its waits, which fire at the recorded points, not by the clock."""
+    """Stores a replayed rank's timers, or its waits' deadlines, which fire at the recorded points."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop

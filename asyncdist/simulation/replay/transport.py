@@ -22,7 +22,7 @@ from asyncdist.transports.base import (
 
 
 class ReplayTransport(Transport):
-    """Transport of a replayed rank. Messages bypass the simulated transport ``inner``, which does everything else."""
+    """Transports the messages of a replayed rank. The simulated transport ``inner`` does everything else."""
 
     def __init__(
         self, inner: Transport, gate: Gate, mailboxes: Sequence[Mailbox], header: Header, conditions: Conditions
@@ -144,7 +144,7 @@ class _Receive:
         self.cancelled = False
 
     def is_for(self, key: Key) -> bool:
-        """Return whether this receive waits for a message with this source and tag."""
+        """Return whether this receive matches a message with this source and tag."""
         return not self.cancelled and fits(key, self._from, self._tag)
 
     def test(self) -> bool:

@@ -1,6 +1,6 @@
-"""The axes of the grid: named values of each option of each exported policy, and of what all policies meet.
+"""Defines the axes of the grid: named values of each exported policy's options and of features common to all policies.
 
-A value's name is what a case shows. ``-`` leaves an option out.
+A case is printed with the names of its values. The name ``-`` means that an option is not passed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from protocols import CGAD, BayesianExplore, DelayedNesterov, FedAdam, HeLoCo, S
 from simulation.grid.models import MODELS, OPTIMIZERS
 
 DEFAULT: Final = "-"
-#: Options that meet no other feature: places where results go, limits of time, and the world itself.
+#: Options that the grid leaves out: destinations of results, time limits, the world, and options that need other code.
 LEFT_OUT: Final = frozenset(
     (
         *("world", "start_timeout_s", "drain_timeout_s", "read_timeout_s", "max_report_age_s", "timing", "name"),
-        *("group", "coordinator", "lr_scheduler"),  # a group is an event; the others need another loop
+        *("group", "coordinator", "lr_scheduler"),  # groups are an event; the others need a different training loop
     )
 )
-#: What happens in a case.
+#: Events that can happen in a case.
 EVENTS: Final = (
     "nothing",
     "resumed in memory",
@@ -50,9 +50,9 @@ EVENTS: Final = (
     "moments not finite",
     "new optimizer",
 )
-#: How a case begins: anew, or from a checkpoint.
+#: How a case starts: with new weights, or from a checkpoint.
 STARTS: Final = ("anew", "resumed", "resumed twice", "resumed on fewer", "resumed on more", "resumed otherwise")
-#: Axes of every policy.
+#: Axes that every policy has.
 COMMON: Final[dict[str, tuple[str, ...]]] = {
     "model": tuple(MODELS),
     "optimizer": tuple(OPTIMIZERS),
@@ -75,7 +75,7 @@ def _doubled(hyperparameters: dict[str, Any], _: Any) -> dict[str, Any]:
 
 
 def clipped(difference: torch.Tensor, momentum: Any, staleness: int) -> torch.Tensor:
-    """Correct a difference by limiting its values."""
+    """Limit the values of a difference to [-0.5, 0.5], and return the difference."""
     del momentum, staleness
     return difference.clamp_(-0.5, 0.5)
 
@@ -128,7 +128,7 @@ _DILOCO: Final[dict[str, dict[str, Any]]] = {
     "grace_s": _of(0.015),
     "replica_size": _of(2),
 }
-#: Values of each option of each policy that are not in :data:`_SHARED`.
+#: Values of each policy's options, except the options in :data:`_SHARED`.
 OPTIONS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "DiLoCoPolicy": _DILOCO,
     "SelectiveDiLoCoPolicy": {
@@ -213,12 +213,12 @@ OPTIONS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "SparseAveragingPolicy": {"fraction": _of(0.3, 1.0), "operation": _of("shuffle")},
     "EvolutionStrategyPolicy": {"sigma": _of(0.5), "pairs": _of(1), "fitness": _of("rank")},
 }
-#: Options that a policy needs.
+#: Options that some policies require.
 _REQUIRED: Final = frozenset(("average_every", "replica_size", "hyperparameters"))
 
 
 def kind_of(policy: str) -> Any:
-    """Return the class of this name."""
+    """Return the policy class with this name."""
     return getattr(protocols, policy)
 
 
@@ -230,7 +230,7 @@ def exported() -> list[str]:
 
 @functools.cache
 def axes_of(policy: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of the values on each axis of a policy, its options first."""
+    """Return the names of the values on each of a policy's axes. The axes of its options are first."""
     found: dict[str, tuple[str, ...]] = {}
     for name, parameter in inspect.signature(kind_of(policy)).parameters.items():
         if name not in ("model", "optimizer", *LEFT_OUT):

@@ -1,4 +1,4 @@
-"""Covers all pairs of values of the axes by few cases."""
+"""Covers all pairs of values on two axes with few cases."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def all_pairs(policy: str) -> set[Pair]:
-    """Return all pairs of values of two axes of a policy."""
+    """Return all pairs of values on two different axes of a policy."""
     axes = [[(axis, value) for value in values] for axis, values in axes_of(policy).items()]
     return {pair for one, two in itertools.combinations(axes, 2) for pair in itertools.product(one, two)}
 
 
 def drawn(policy: str, chance: random.Random, fixed: Pair | tuple[()] = (), share: float = 0.3) -> Case:
-    """Return a random case with these values; other options have their first value with probability 1 - share."""
+    """Return a random case with the values ``fixed``. Most other axes are drawn with probability ``share``."""
     given = dict(fixed)
     values = []
     for axis, names in axes_of(policy).items():

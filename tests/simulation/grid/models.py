@@ -1,4 +1,4 @@
-"""The models and optimizers of the grid, by name."""
+"""Defines the models and optimizers of the grid, keyed by name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from support import weight_keepers
 from torch import Tensor, nn
 
-#: Share of a tensor's value that its gradient contains, so that training depends on the weights.
+#: Fraction of a tensor's value that is added to its gradient, so that training depends on the weights.
 _PULL: Final = 1 / 16
 
 
 class Body(nn.Module):
-    """Two layers and the given further tensors; ``first`` distinguishes the first weights of ranks."""
+    """A model of two linear layers. ``first`` determines the first weights, which may differ between ranks."""
 
     def __init__(self, dtype: torch.dtype, first: int, *, width: int = 3) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Body(nn.Module):
 
 
 def fill(tensor: Tensor, place: int, first: int) -> None:
-    """Write normal values that depend on the tensor's place and on ``first``."""
+    """Fill a tensor with normally distributed values that depend on ``place`` and ``first``."""
     generator = torch.Generator().manual_seed(8 * place + first)
     with torch.no_grad():
         tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
@@ -89,7 +89,7 @@ def _named(first: int) -> nn.Module:
     return model
 
 
-#: Functions that return a model, given the number of its first weights, by name.
+#: Functions that create a model from the number of its first weights, keyed by name.
 MODELS: Final[dict[str, Callable[[int], nn.Module]]] = {
     "float32": _plain,
     "bfloat16": functools.partial(_plain, dtype=torch.bfloat16),
@@ -107,7 +107,7 @@ MODELS: Final[dict[str, Callable[[int], nn.Module]]] = {
 
 
 class SaysOther(torch.optim.Optimizer):
-    """Signs of gradients; its ``state_dict`` has a form of its own."""
+    """Subtracts the signs of averaged gradients. Its ``state_dict`` has an unusual structure."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -129,7 +129,7 @@ class SaysOther(torch.optim.Optimizer):
 
 
 class _Lookahead(weight_keepers.Lookahead):
-    """Lookahead with the ``state_dict`` of pytorch-optimizer."""
+    """Lookahead with a ``state_dict`` like that of the package pytorch-optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"fast": self.optimizer.state_dict(), "slow": list(self.state.values()), "count": self.count}
@@ -163,7 +163,7 @@ def _in_training(model: nn.Module, lr: float) -> Any:
 
 
 _ADAMW: Final = torch.optim.AdamW
-#: Functions that return an optimizer of a model with a learning rate, by name.
+#: Functions that create an optimizer from a model and a learning rate, keyed by name.
 OPTIMIZERS: Final[dict[str, Callable[[nn.Module, float], Any]]] = {
     "SGD": _made(torch.optim.SGD),
     "momentum": _made(torch.optim.SGD, momentum=0.5, nesterov=True),
@@ -187,7 +187,7 @@ OPTIMIZERS: Final[dict[str, Callable[[nn.Module, float], Any]]] = {
 
 
 def take_step(model: nn.Module, optimizer: Any, data: int, step: int, *, moves_buffers: bool = True) -> None:
-    """Make one training step, whose gradients depend on the data's number, the step and the weights."""
+    """Take one training step. Its gradients depend on the data's number, the step and the weights."""
     places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
 
     def closure() -> Tensor:
@@ -212,7 +212,7 @@ def _gradient(parameter: Tensor, offset: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _pattern(shape: torch.Size, dtype: torch.dtype, offset: int) -> Tensor:
-    """Return values that are never 0, so that float16 has second moments above 0."""
+    """Return values that are never 0, so that second moments are above 0 even in float16."""
     count = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
     return (((count * 5 + offset) % 13 - 6.5) / 8).to(dtype)
 
@@ -225,8 +225,8 @@ def _norms(modules: Iterable[nn.Module]) -> list[Any]:
 def can_train(model: str, optimizer: str) -> bool:
     """Return whether torch can train the model with the optimizer, and all values stay finite.
 
-    Copies in float32 neither fit wider weights, nor can a policy recognise the copy of a single number. Second moments
-    in float16 may become 0.
+    An optimizer cannot keep float32 copies of wider weights, and a policy cannot recognise the copy of a single number.
+    Second moments may become 0 in float16.
     """
     if model == "float16" and optimizer not in (
         "SGD",

@@ -41,7 +41,7 @@ NEUTRAL: Final = frozenset(
         *("wrong call", "settled", "anchors shown", "policies side by side"),
     )
 )
-#: Warnings that are expected, with the condition.
+#: Patterns of expected warnings, each with the condition under which it is expected.
 EXPECTED: Final[tuple[tuple[str, Any], ...]] = (
     (
         "this rank is now the coordinator",
@@ -63,13 +63,13 @@ EXPECTED: Final[tuple[tuple[str, Any], ...]] = (
 
 
 def is_loaded_by_fewer(job: Job) -> bool:
-    """Return whether fewer ranks load a checkpoint than have saved it."""
+    """Return whether fewer ranks load a checkpoint than saved it."""
     is_smaller = job.case["start"] == "resumed on fewer" or job.event in ("of a group", *LOSING)
     return job.is_loaded and is_smaller
 
 
 class Refused(Exception):
-    """The combination is refused by the one clear error that is this error's cause."""
+    """Raised if one clear error, which is this error's cause, refuses the combination."""
 
 
 # -- what the docs promise --------------------------------------------------------------------------------------------
@@ -97,12 +97,12 @@ def has_common_anchor(case: Case) -> bool:
 
 
 def survives(case: Case) -> bool:
-    """Return whether ranks continue without a lost one."""
+    """Return whether the other ranks continue after a rank is lost."""
     return case.policy != "AverageAllPolicy"
 
 
 def takes_means_only(case: Case) -> bool:
-    """Return whether each average is a mean of weights of ranks, so that it never leaves their hull."""
+    """Return whether each average is a mean of the ranks' weights, and therefore never leaves their hull."""
     if case.policy == "DiLoCoPolicy":
         return case["outer_optimizer"] == "None"
     if case.policy == "GossipPolicy":
@@ -111,7 +111,7 @@ def takes_means_only(case: Case) -> bool:
 
 
 def changes_nothing(case: Case) -> bool:
-    """Return whether the weights never change, because the learning rate is 0 and all ranks begin equal."""
+    """Return whether the weights never change: the learning rate is 0, and all ranks begin with equal weights."""
     if case["lr"] != "zero" or case["first"] != "equal" or case["optimizer"] == "Rprop":
         return False
     return case["hyperparameters"] == case["initial"] == DEFAULT  # a population draws learning rates
@@ -123,7 +123,7 @@ def loses_digits(case: Case) -> bool:
 
 
 def keeps_sums(case: Case) -> bool:
-    """Return whether an average keeps the sum of the ranks' weights."""
+    """Return whether an average leaves the sum of the ranks' weights unchanged."""
     if not takes_means_only(case) or case["model"] in ("bfloat16", "float16", "mixed"):
         return False
     plain = case.policy == "DiLoCoPolicy" and case["mixing"] == case["overlap_steps"] == DEFAULT
@@ -157,7 +157,7 @@ def _faults(case: Case, chance: random.Random) -> tuple[Fault, ...]:
 
 
 def job_of(case: Case, folder: Path | None = None) -> Job:
-    """Return the last job of a case, the only one if it begins anew."""
+    """Return the last job of a case. It is the only job unless the case loads a checkpoint."""
     chance = random.Random(str(case))
     size, is_anew = case.replica_size, case["start"] == "anew"
     more = {"resumed on fewer": -size, "resumed on more": size}.get(case["start"], 0)
@@ -182,13 +182,13 @@ def job_of(case: Case, folder: Path | None = None) -> Job:
 
 
 def moments_of_saves(case: Case) -> list[int]:
-    """Return the iterations at which the earlier jobs of a case are saved and end."""
+    """Return the iterations at which the earlier jobs of a case save a checkpoint and end."""
     moment = random.Random(f"saved {case}").randint(2, 6)
     return {"anew": [], "resumed twice": [max(1, moment // 2), moment]}.get(case["start"], [moment])
 
 
 def _run(case: Case, folder: Path) -> Outcome:
-    """Run the jobs of a case, and return the last one's outcome."""
+    """Run the jobs of a case, and return the outcome of the last job."""
     job = job_of(case, folder)
     first = replace(job, faults=(), event="", ranks=case.ranks, is_beside=False)
     for place, moment in enumerate(moments_of_saves(case)):
@@ -199,7 +199,7 @@ def _run(case: Case, folder: Path) -> Outcome:
 
 
 def _changed(case: Case) -> Case:
-    """Return the case with another value of one of its options."""
+    """Return the case with a different value for one of its options."""
     chance = random.Random(f"changed {case}")
     own = [axis for axis in axes_of(case.policy) if axis not in COMMON and axis not in ("replica_size", "parameters")]
     for _ in range(20):
@@ -212,7 +212,7 @@ def _changed(case: Case) -> Case:
 
 
 def checked(outcome: Outcome) -> Outcome:
-    """Check how each rank ended, and what it has seen. Raise :class:`Refused` for one clear error."""
+    """Check how each rank ended and which states it recorded. Raise :class:`Refused` if one clear error ended it."""
     job, case = outcome.job, outcome.job.case
     errors = {rank: each for rank, each in enumerate(outcome.report.results) if isinstance(each, BaseException)}
     refusals = {rank: error for rank, error in errors.items() if is_refusal(error, case)}
@@ -255,7 +255,7 @@ def is_explained(error: BaseException, outcome: Outcome) -> bool:
     if event in ("restarted", "joined") and isinstance(error, ad.LocalProtocolError):
         return not survives(case) or "2" in (case["islands"], case["island_size"])
     if event == "cancelled step" and isinstance(error, ad.ClosedError):
-        return case.replica_size > 1  # whose ranks may then differ
+        return case.replica_size > 1  # a replica's ranks may then differ
     if isinstance(error, ad.RemoteError) and event == "cancelled step":
         return case.policy == "AverageAllPolicy"
     if isinstance(error, ad.ClosedError) and case.policy == "AverageAllPolicy":
@@ -272,7 +272,7 @@ def is_expected(text: str, outcome: Outcome) -> bool:
 
 
 def check_hull(trace: Trace, outcome: Outcome) -> None:
-    """With a learning rate of 0, no weight may leave the hull of the ranks' first weights."""
+    """Check that no weight leaves the hull of the ranks' first weights if the learning rate is 0."""
     case = outcome.job.case
     if case["lr"] != "zero" or case["optimizer"] == "Rprop" or case["hyperparameters"] != DEFAULT:
         return
@@ -296,7 +296,7 @@ def check_hull(trace: Trace, outcome: Outcome) -> None:
 
 
 def check_equal(ended: Sequence[Trace], case: Case, job: Job) -> None:
-    """Ranks whose weights or anchors the docs call equal must be equal, bit for bit."""
+    """Check that weights and anchors are equal, bit for bit, on all ranks for which the docs promise this."""
     together = [trace for trace in ended if job.event != "one ends early" or trace.anchors is not None]
     if has_common_anchor(case) and (case["late"] != "skip" or job.event in NEUTRAL):
         shown = [trace.anchors for trace in together if trace.anchors is not None]
@@ -318,7 +318,7 @@ def check_equal(ended: Sequence[Trace], case: Case, job: Job) -> None:
 
 
 def check_finite(outcome: Outcome) -> None:
-    """A rank whose weights or moments are not finite does not harm the others."""
+    """Check that the weights of other ranks stay finite if the weights or moments of one rank are not."""
     case, job = outcome.job.case, outcome.job
     if job.event not in SPOILING or case.policy == "AverageAllPolicy":
         return
@@ -330,7 +330,7 @@ def check_finite(outcome: Outcome) -> None:
 
 
 def check_sums(outcome: Outcome) -> None:
-    """With a learning rate of 0, methods that keep the sum of weights keep it."""
+    """Check that methods that leave the sum of the ranks' weights unchanged do so if the learning rate is 0."""
     case = outcome.job.case
     ended = [trace for trace in outcome.traces if trace.end]
     if case["lr"] != "zero" or case["optimizer"] in ("Rprop", "masters") or not keeps_sums(case):
@@ -344,7 +344,7 @@ def check_sums(outcome: Outcome) -> None:
 
 
 def check_same(one: Outcome, two: Outcome, why: str) -> None:
-    """All ranks of two jobs must end with the same bits in weights and optimizers."""
+    """Check that all ranks of two jobs end with the same bits in weights and optimizers."""
     ends = [{trace.rank: trace for trace in each.traces if trace.end} for each in (one, two)]
     for rank, trace in ends[0].items():
         other = ends[1].get(rank)
@@ -364,7 +364,7 @@ _SCENES: Final = ("event", "way", "start", "saving", "network")
 
 @functools.lru_cache(maxsize=64)
 def baseline(case: Case, saves_at: tuple[int, ...]) -> Outcome:
-    """Return the outcome of the same training in a coroutine, without an event."""
+    """Return the outcome of the same case in a coroutine, without an event."""
     plain = Case(case.policy, tuple((a, COMMON[a][0] if a in _SCENES else v) for a, v in case.values), case.seed)
     job = job_of(plain)
     with tempfile.TemporaryDirectory() as place:
@@ -372,7 +372,7 @@ def baseline(case: Case, saves_at: tuple[int, ...]) -> Outcome:
 
 
 def refusal_of(case: Case) -> str:
-    """Return the error that refuses the policy when it is made, or "". AssertionError unless it is clear."""
+    """Return the error that the policy's constructor raises, or "". Raise AssertionError if the error is unclear."""
     try:
         with heard_warnings():
             Trainee(case, 0, way=case["way"])
@@ -383,7 +383,7 @@ def refusal_of(case: Case) -> str:
 
 
 def check(case: Case) -> str:
-    """Run a case, and return "" or the words of the error that refuses it."""
+    """Run a case and check its outcome. Return the reason if the case is refused, or else ""."""
     if not can_train(case["model"], case["optimizer"]):
         return "torch"
     said = refusal_of(case)

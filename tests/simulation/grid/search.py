@@ -1,4 +1,4 @@
-"""Yields covers of all pairs of values, one after another, for a long search."""
+"""Yields the cases of many covers of all pairs of values, for a long search."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from simulation.grid.cover import cover
 from simulation.grid.models import can_train
 from simulation.grid.oracles import check, refusal_of
 
-#: Answer of :func:`run` for a case that one clear error refuses at the start.
+#: Result of :func:`run` for a case that is refused with one clear error.
 REFUSED: Final = "refused"
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Yield the cases of a cover of each policy in turn, and then those of other covers, without end."""
+    """Yield the cases of one cover of each policy, taking the policies in turn, and then of new covers, forever."""
     for number in itertools.count(seed):
         covers = [cover(policy, is_allowed, number) for policy in exported()]
         while covers:
@@ -29,7 +29,7 @@ def cases(seed: int) -> Iterator[Case]:
 
 
 def is_allowed(case: Case) -> bool:
-    """Return whether torch can train the model, and the policy is not refused when it is made."""
+    """Return whether torch can train the model, and the policy's constructor accepts the case."""
     return can_train(case["model"], case["optimizer"]) and not refusal_of(case)
 
 

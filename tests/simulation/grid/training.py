@@ -1,7 +1,7 @@
 """Trains one rank of a case, checks each step, and makes the case's event happen in the middle.
 
-The training is a generator that yields what is to be awaited. In blocking code the calls have returned already, so one
-text serves all ways into a policy.
+The training loop is a generator that yields awaitables. In blocking code it yields the values that calls have returned,
+so the same loop runs in coroutines, in blocking code and through an integration.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from protocols import StepInfo
 from simulation.grid.axes import DEFAULT, Case, kind_of
 from simulation.grid.models import MODELS, OPTIMIZERS, take_step
 
-#: A training that yields awaitables, and what blocking calls have returned.
+#: A training loop that yields awaitables, or the values that blocking calls have returned.
 Training: TypeAlias = Generator[Any, Any, "Trace"]
 END: Final = 13
-#: Iteration from which the learning rate is 0 in cases that are called so, and optimizers that move weights then.
+#: Iteration from which the learning rate is 0 if ``lr`` is "ends", and optimizers that move weights even then.
 ENDS_AT: Final = 7
 MOVING_AFTERWARDS: Final = ("Rprop", "ASGD", "lookahead", "schedule-free")
 #: Events in which a rank is lost.
 LOSING: Final = ("killed last", "killed first", "restarted", "joined")
-#: Virtual seconds that no job takes.
+#: Virtual seconds within which every job must end.
 LIMIT_S: Final = 3000.0
 
 
@@ -68,11 +68,11 @@ class Job:
 
 @dataclass
 class Trace:
-    """What one process of a rank has seen.
+    """Stores the states and results of one process of a rank.
 
     Attributes:
         start, end: State of the model before the policy begins, and at the end.
-        moments: Tensors of the optimizer's state at the end, in their order.
+        moments: Tensors of the optimizer's state at the end, in the optimizer's order.
         anchors: The anchor's parameters at the end, if there is one.
     """
 
@@ -87,7 +87,7 @@ class Trace:
 
 @dataclass
 class Outcome:
-    """How a job ended: its report, each process's trace and all warnings."""
+    """Describes how a job ended: its report, each process's trace and all warnings."""
 
     job: Job
     report: SimReport[Any]
@@ -110,7 +110,7 @@ def differing(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
 
 
 def moments_of(optimizer: Any) -> list[dict[str, Tensor]]:
-    """Return a copy of the tensors of the optimizer's state, by parameter."""
+    """Return copies of the tensors in the optimizer's state, in one dictionary per parameter."""
     params = [each for group in optimizer.param_groups for each in group["params"]]
     states = [optimizer.state.get(each, {}) for each in params]
     return [
@@ -119,7 +119,7 @@ def moments_of(optimizer: Any) -> list[dict[str, Tensor]]:
 
 
 class Trainee:
-    """A rank's model, optimizer and policy."""
+    """Holds a rank's model, optimizer and policy."""
 
     def __init__(self, case: Case, replica: int, *, is_group: Any = None, name: str = "", way: str = "plain") -> None:
         first = replica if case["first"] == "different" else 0
@@ -131,7 +131,7 @@ class Trainee:
         self.policy = self.new_policy()
 
     def new_policy(self) -> Any:
-        """Return a policy for the model that was not entered."""
+        """Return a new policy for the model, not yet entered."""
         kind, case = kind_of(self.case.policy), self.case
         options = case.options(self.evaluate, lambda: MODELS[case["model"]](0))
         options |= {"group": self.group} if self.group else {}
@@ -141,13 +141,13 @@ class Trainee:
         return kind(self.model, self.optimizer, **options)
 
     def evaluate(self) -> float:
-        """Return a metric of the weights, which is never the same on two ranks."""
+        """Return a metric of the weights that is different on each rank."""
         with torch.no_grad():
             total = math.fsum(float(each.abs().double().square().sum()) for each in self.model.parameters())
         return total / 1024 + (0 if kind_of(self.case.policy).calls_metric else self.replica / 64)
 
     def said(self, step: int) -> dict[str, Any]:
-        """Return the arguments of ``step``."""
+        """Return the keyword arguments for ``policy.step``."""
         kind, found = type(self.policy), {}
         if self.case["weights"] in ("tokens", "rate"):
             found["tokens"] = 1 + (step + self.replica) % 3
@@ -157,7 +157,7 @@ class Trainee:
         return found
 
     def train_checked(self, step: int, *, check: bool) -> None:
-        """Train; with a learning rate of 0, an optimizer that moves weights has kept others than the model's."""
+        """Train, and check that an optimizer with a learning rate of 0 leaves the weights unchanged."""
         ends = self.case["lr"] == "ends" and step >= ENDS_AT and self.case.policy != "PopulationTrainingPolicy"
         for group in self.optimizer.param_groups if ends else ():
             group["lr"] = group["lr"] * 0
@@ -172,14 +172,14 @@ class Trainee:
         return None
 
     def train(self, step: int) -> None:
-        """Make one training step, unless the policy makes it."""
+        """Take one training step, unless the policy takes it."""
         if self.case.policy == "EvolutionStrategyPolicy":
             return
         take_step(self.model, self.optimizer, self.replica, step, moves_buffers=self.lr > 0)
 
 
 def spoil(trainee: Trainee, event: str) -> None:
-    """Write a NaN into the first trained weight, or into the first moment, if the event says so."""
+    """Write a NaN into the first trained weight, or into the first moment, if the event requires it."""
     found = [each.data for each in trainee.model.parameters() if each.requires_grad and each.numel()]
     if event == "moments not finite":
         moments = [tensor for state in trainee.optimizer.state.values() for tensor in _floating(state)]
@@ -201,7 +201,7 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def check_step(trainee: Trainee, before: Any, info: StepInfo) -> None:
-    """Check what a step may change. AssertionError if it has changed anything else."""
+    """Check the result of a policy's step, and that the step has changed only what it may change."""
     state, moments, grads = before
     case, after = trainee.case, state_of(trainee.model)
     changed = differing(state, after)
@@ -219,7 +219,7 @@ def check_step(trainee: Trainee, before: Any, info: StepInfo) -> None:
         for key in old.keys() & new.keys():
             assert (old[key].shape, old[key].dtype) == (new[key].shape, new[key].dtype), key
         is_known = bool(old) and is_finite((*old.values(), *state.values()))
-        is_kept = is_finite(new.values()) or not is_known or case.policy == "AverageAllPolicy"  # it spreads NaNs
+        is_kept = is_finite(new.values()) or not is_known or case.policy == "AverageAllPolicy"  # which spreads NaNs
         assert is_kept, "a moment is not finite"
     assert str(info), "each result can be shown"
     for each in info.parts or (info,):
@@ -233,7 +233,7 @@ def check_step(trainee: Trainee, before: Any, info: StepInfo) -> None:
 
 
 class _Plain:
-    """The calls of a coroutine."""
+    """Calls a policy as a coroutine does."""
 
     api: Any = ad
 
@@ -252,7 +252,7 @@ class _Plain:
 
 
 class _Blocking:
-    """The calls of code that blocks."""
+    """Calls a policy as blocking code does."""
 
     api: Any = ad.blocking
 
@@ -276,12 +276,12 @@ _WAYS: Final[dict[str, Any]] = {"plain": _Plain(), "blocking": _Blocking(), "int
 
 
 def _open(policy: Any) -> Any:
-    """Return the policy with the methods of its way."""
+    """Return the policy itself, which an integration may have wrapped."""
     return policy.policy if isinstance(policy, Averaging) else policy
 
 
 def _steps(trainee: Trainee, way: Any, world: Any, job: Job, trace: Trace, policy: Any, until: int) -> Training:
-    """Train until an iteration."""
+    """Train until the policy reaches the iteration ``until``."""
     while _open(policy).iteration < until:
         step = _open(policy).iteration
         trainee.train_checked(step, check=not job.event.endswith("not finite"))
@@ -363,7 +363,7 @@ def _train(world: Any, job: Job, traces: list[Trace]) -> Training:
         yield _open(policy).settle()
         trace.anchors = yield way.show(policy, trainee.model)
         if case["late"] == "skip" and job.event not in ("of a group", "one ends early", *LOSING):
-            yield way.api.barrier()  # the end of a rank completes rounds on the others
+            yield way.api.barrier()  # the end of a rank completes rounds on other ranks
     assert str(_open(policy).statistics()) and repr(trainee.policy)
     yield way.leave(policy)
     trace.end = state_of(trainee.model)
@@ -412,7 +412,7 @@ class _Heard(logging.Handler):
 
 @contextlib.contextmanager
 def heard_warnings() -> Iterator[list[str]]:
-    """Collect all warnings, of Python and of loggers."""
+    """Collect all Python warnings and all warnings of loggers."""
     handler, root = _Heard(), logging.getLogger()
     root.addHandler(handler)
     try:
@@ -425,7 +425,7 @@ def heard_warnings() -> Iterator[list[str]]:
 
 
 def run(job: Job) -> Outcome:
-    """Simulate a job. Exceptions of ranks are in the report."""
+    """Simulate a job. The outcome's report contains the ranks' exceptions."""
     traces: list[Trace] = []
     main: Callable[..., Any] = _main if job.way == "plain" else ad.blocking.hosted(_blocking_main)
     is_killing = any(isinstance(fault, Kill) for fault in job.faults)
