@@ -94,7 +94,7 @@ class SurvivingMpiTransport(MpiMessages):
         return self._lost_ranks
 
     def note_handshake(self) -> None:
-        """Let the guardian (supervising process) report this rank's exit, now that no rank uses MPI's collectives."""
+        """Let the guardian (supervising process) report this rank's exit. No rank uses MPI's collectives any longer."""
         rank_program.report_to_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:

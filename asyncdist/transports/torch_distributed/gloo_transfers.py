@@ -82,7 +82,7 @@ class Transfer:
         self._posting.release()
 
     def wait(self) -> None:
-        """Wait until the transfer is complete. Wait for the trailer first, since a wait for the data may never end."""
+        """Wait until the transfer is complete, first for the trailer, because a wait for the data might never end."""
         with self._posting:
             for work in reversed(self.works):
                 work.wait(FOREVER)

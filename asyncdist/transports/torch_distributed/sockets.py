@@ -33,7 +33,7 @@ _kept: Final[dict[int, tuple[int, int]]] = {}
 
 @contextlib.contextmanager
 def configured_sockets() -> Iterator[None]:
-    """Probe the connections that the body of ``with`` makes, and keep them from children. Works only on Linux."""
+    """Enable probes on connections that the ``with`` body makes, and keep them from children. Works only on Linux."""
     earlier = set(open_descriptors())
     yield
     made = set(open_descriptors()) - earlier

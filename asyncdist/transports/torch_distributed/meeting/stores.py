@@ -116,7 +116,7 @@ def text_of(store: Any, key: str) -> str:
 
 
 class Refusals:
-    """Logs values without a valid seal: the first immediately, and later ones as a count, at most once a minute."""
+    """Logs values without a valid seal: the first immediately, and later values as a count, at most once a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -202,7 +202,7 @@ class SealedStore(Store):
         return True
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the value is ``expected``. Return the new value. An empty string means no value."""
+        """Write ``desired`` if the present value is ``expected``. Return the new value. "" means no value."""
         mine = self._seal(key, desired)
         before: Any = self._seal(key, expected) if expected else ""
         for _ in range(_ATTEMPT_COUNT):
