@@ -78,7 +78,7 @@ class Facts:
     """Describes this process, its host and their MPI and torch. The report and the search for problems use it.
 
     Attributes:
-        started: How this process was started. If ``detection_error`` is set, no launcher is given.
+        started: How this process was started. If ``detection_error`` is set, this contains no launcher.
         detection_error: Problem with the launcher's environment variables, if any.
         override: Value of ASYNCDIST_TRANSPORT.
         versions: Versions of Python and of packages; None for a package that is not installed.

@@ -165,7 +165,7 @@ class ProcessHandle:
     """Refers to one process, so that no signal reaches a later process with the same pid. Linux only.
 
     The kernel guarantees this for a pidfd. Without pidfds, the process's start time is compared before each signal.
-    They are missing on Linux before 5.3, in some containers, and in Pythons built for older systems.
+    Pidfds are missing on Linux before 5.3, in some containers, and in Pythons built for older systems.
 
     Raises:
         ProcessLookupError: The process has ended.

@@ -401,8 +401,8 @@ class FlatState:
     def own_tensors(self) -> list[Tensor]:
         """Return each entry's current tensor in the model.
 
-        For a DTensor, this is this rank's shard, without gradient tracking. Raise ValueError if the model's layout has
-        changed.
+        For a DTensor, the result contains this rank's shard, without gradient tracking. Raise ValueError if the model's
+        layout has changed.
         """
         keys: list[str | None] = []
         found: list[Tensor] = []

@@ -21,14 +21,14 @@ _ALLOWED: Final = (
 
 
 def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
-    """Append the parameters and persistent buffers of a module and its submodules, once for each name of a tensor.
+    """Append the parameters and persistent buffers of a module and its submodules, each of them once per name.
 
     This takes a third of the time that `named_modules` takes, which was most of the time of a small model's averaging
     round.
 
     Args:
         keys: Output list, from which `names_of` computes the names. It receives the keys of the module's tensors, then
-            None. Then follow, for each submodule, its key and the keys inside it, recursively. The last item is None.
+            None. For each submodule, its key and the keys inside it follow, recursively. The last item is None.
         tensors: Output list, which receives the tensors in the order of their keys.
     """
     for key, tensor in module._parameters.items():

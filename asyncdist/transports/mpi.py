@@ -315,8 +315,8 @@ class MpiTransport(MpiMessages):
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
         mpi = sys.modules.get("mpi4py.MPI")
-        # The program's own connections keep their settings. If the program has started MPI, they cannot be told from
-        # MPI's.
+        # The program's own connections keep their settings. If the program has started MPI, they cannot be
+        # distinguished from MPI's.
         is_programs = mpi is not None and mpi.Is_initialized() and not MpiTransport._has_started_mpi
         programs = () if is_programs else open_descriptors()
         MpiTransport._has_started_mpi |= not is_programs

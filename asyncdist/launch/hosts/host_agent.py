@@ -4,10 +4,11 @@ Both sides send lines of JSON. The launcher writes commands to the agent's stand
 
     {"script": PATH, "count": RANKS, "needs": [PATH, ...], "reports": TOKEN}
                                                               checks the host; answered by ``hello`` or ``problem``
-    {"start": RANK, "command": [...], "environ": {...}} starts a rank; answered by ``ended`` when it has ended
-    {"signal": RANK, "number": N} sends a signal to a rank {"end": RANK} kills a rank, and all its processes
-    {"guardian": RANK, "number": N} sends a signal to the guardian of a rank of mpirun {"probe": true} answered by
-    ``alive`` immediately
+    {"start": RANK, "command": [...], "environ": {...}}       starts a rank; answered by ``ended`` when it has ended
+    {"signal": RANK, "number": N}                             sends a signal to a rank
+    {"end": RANK}                                             kills a rank, and all its processes
+    {"guardian": RANK, "number": N}                           sends a signal to the guardian of a rank of mpirun
+    {"probe": true}                                           answered by ``alive`` immediately
 
 The agent writes its answers to standard output, between the ranks' output lines. Each answer begins with a mark that
 contains the launcher's TOKEN. When its standard input ends, because the launcher, ssh or the network has failed, the

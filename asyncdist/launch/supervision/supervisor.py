@@ -1,8 +1,8 @@
 """Waits for a job's ranks, restarts or stops them, and finds out the exit code. For ranks without mpirun.
 
-- As with mpirun, the first rank to fail decides the exit code. The exception is a rank that ends with 1, as Python does
-  after any exception: it often stopped because a different rank was failing, which ends later. If a rank fails in
-  another way within ``SETTLE_S`` seconds, it is therefore the cause.
+- As with mpirun, the first rank to fail decides the exit code, unless it ends with code 1, as Python does after any
+  exception. Such a rank often stopped only because a different rank was failing, which ends later. A rank that fails in
+  another way within ``SETTLE_S`` seconds is therefore the cause.
 - The other ranks get SIGTERM, and are killed after ``launcher_signals.STOP_S``.
 - A rank that was killed by a signal may be restarted. In the store, the supervisor records how processes have ended.
 - A signal that ends the job kills ranks that have joined another launcher's world. If they were allowed to stop on
