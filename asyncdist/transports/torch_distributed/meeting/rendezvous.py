@@ -304,7 +304,7 @@ def _join(ranks: Sequence[int]) -> str:
 
 
 def _check_facts(rank: int, facts: str, facts_of_0: str) -> None:
-    """Raise an error if a rank's world size or version differs from rank 0's. Both ranks call this method.
+    """Raise an error if a rank's world size or version differs from rank 0's. Both ranks call this function.
 
     In a job that restarts ranks, versions are not compared later.
     """
