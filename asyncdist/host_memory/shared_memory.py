@@ -1,12 +1,12 @@
 """Allocates memory that other ranks on the host can map and read, so that no messages are needed.
 
 The memory is an anonymous file (``memfd_create``), which other processes open through ``/proc/PID/fd``. No operation is
-collective or blocking, so a late or lost rank delays no other rank. The file is not in a file system, so a killed rank
+collective or blocks, so a late or lost rank delays no other rank. The file is not in a file system, so a killed rank
 leaves nothing behind. The size of ``/dev/shm``, 64 MiB in many containers, is not a limit. The file's pages are
 allocated immediately and its size is fixed, so later accesses never raise SIGBUS.
 
-The file has a random name, by which a process checks that a descriptor refers to it. Ranks in another container, of
-another user, or on a system other than Linux do not find the file, and use messages instead.
+The file has a random name, with which a process checks that a descriptor refers to it. Ranks that are in another
+container, belong to another user, or run on a system other than Linux cannot find the file, and use messages instead.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Address:
 
 
 class SharedMemory:
-    """Memory of this process, of ``nbytes`` bytes, that other processes may map.
+    """Holds ``nbytes`` bytes of this process's memory that other processes may map.
 
     Attributes:
-        tensor: uint8 tensor over the memory, initially zeros.
+        tensor: uint8 tensor that views the memory, initially zeros.
         address: Address with which other processes can map the memory.
         views: For each group (a weak key), a digest that identifies the shared memory of all its ranks, and the ranks'
             tensors in group order. The tensors are None if any rank cannot map all of them.
@@ -92,7 +92,7 @@ def order_memory() -> None:
 
     x86 guarantees this order, but Arm does not.
     """
-    lock = threading.Lock()  # releasing and acquiring it again orders the accesses
+    lock = threading.Lock()  # releasing and acquiring the lock again orders the accesses
     for _ in range(2):
         lock.acquire()
         lock.release()
@@ -123,7 +123,7 @@ def _create(token: bytes) -> int:
 
 
 def _map(descriptor: int, nbytes: int) -> Tensor:
-    """Map a file as a tensor. This uses torch, because mappings by Python's mmap keep a descriptor open."""
+    """Map a file as a tensor. torch is used, because Python's mmap would keep a descriptor open."""
     import torch  # not at the top of the module, because asyncdist.progress() must not import torch
 
     found = os.fstat(descriptor).st_size

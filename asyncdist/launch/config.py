@@ -18,7 +18,7 @@ LAUNCH_METHODS: Final = ("forkserver", "spawn")
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessConfig:
-    """Describes a job: the number of its ranks, their rendezvous, and their division into parallel groups.
+    """Describes a job: its number of ranks, their rendezvous, and their division into parallel groups.
 
     :meth:`resolve` fills in fields that are None.
 
@@ -34,7 +34,7 @@ class MultiprocessConfig:
         model_parallelism: Number of ranks that share one stage of a model.
         pipeline_parallelism: Number of stages of a model. Its product with ``model_parallelism`` must divide
             ``world_size``.
-        backend: Backend of the default process group, as registered with torch; None for
+        backend: Name of the default process group's backend, as registered with torch; None for
             :func:`asyncdist.get_distributed_backend`.
         model_parallel_backend, pipeline_parallel_backend, data_parallel_backend: Backends of the parallel groups; None
             for the default group's backend.
@@ -102,15 +102,16 @@ class MultiprocessConfig:
         return {name: getattr(self, name) for name in names}
 
     def resolve(self) -> MultiprocessConfig:
-        """Return a copy that also has the missing fields that can be determined before the ranks start.
+        """Return a copy in which missing fields are filled in if they can be determined before the ranks start.
 
         - ``local_world_size``: ``world_size`` if given, otherwise the number of GPUs, or 1 without a GPU.
-        - ``master_port``: a free port of this host, unless ``rank`` is given: other ranks would choose other ports.
+        - ``master_port``: a free port of this host, unless ``rank`` is given, because other ranks would choose other
+          ports.
         - ``rank`` and ``local_rank``: 0 if there is one rank. Otherwise, ``local_rank`` is derived from ``rank``.
 
         Raises:
-            ValueError: The new values contradict the given ones, ``master_port`` is missing in a job on several hosts
-                or with a given ``rank``, or ``master_addr`` cannot be resolved.
+            ValueError: The new values contradict the given ones, or ``master_addr`` cannot be resolved. Or
+                ``master_port`` is missing although the job is on several hosts or ``rank`` is given.
         """
         local_size = self.local_world_size or self.world_size or max(1, torch.cuda.device_count())
         size = self.world_size or local_size

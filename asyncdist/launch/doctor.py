@@ -1,4 +1,4 @@
-"""Runs ``asyncdist doctor``: prints this process's transport, the reason for it, and each problem with its cure.
+"""Runs ``asyncdist doctor``: prints this process's transport, why it was chosen, and each problem with its cure.
 
 :func:`gather` collects the facts, which may take a few seconds and start MPI. :func:`find_problems` uses only these
 facts. Under a launcher, every rank examines itself. Rank 0 prints its facts and problems, and the first rank of every
@@ -35,14 +35,14 @@ from asyncdist.transports import mpi_launchers
 from asyncdist.trust import mpi_folders
 from asyncdist.wording import aligned, plural
 
-#: Launchers, keyed by the variable that identifies them.
+#: Launchers, keyed by the environment variable that identifies them.
 _STARTERS: Final = {key: title for backend in BACKENDS.values() for key, title in backend.launchers.items()}
-#: Functions that read a transport's rendezvous from variables. They raise ValueError for invalid variables.
+#: Functions that read a transport's rendezvous from environment variables. They raise ValueError for invalid variables.
 RENDEZVOUS: Final[Mapping[str, Callable[[Mapping[str, str]], object]]] = {"torch": job_rendezvous.torch_rendezvous}
 #: Names of the programs with which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.print_mpi()"
-#: Beginning of the line with which the probe answers. MPI's profilers may print further lines at the end.
+#: Beginning of the line with which the child process that tests MPI answers. MPI's profilers may print lines after it.
 _ANSWER: Final = "asyncdist doctor: "
 _PROBE_TIMEOUT_S: Final = 60.0
 #: Pattern for the prefix ``[host:pid]`` of lines that Open MPI prints.
@@ -60,7 +60,7 @@ class Problem:
 
     @staticmethod
     def of(text: str) -> Problem:
-        """Return the problem in a text ``"problem: cure"``."""
+        """Return the problem that a string ``"problem: cure"`` describes."""
         what, _, cure = text.partition(": ")
         return Problem(what, cure)
 
@@ -75,25 +75,25 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Describes this process, its host and their MPI and torch, for the report and for the search for problems.
+    """Describes this process, its host and their MPI and torch. The report and the search for problems use it.
 
     Attributes:
-        started: How this process was started. Without a launcher if ``detection_error`` is set.
-        detection_error: Problem with the launcher's variables, if any.
+        started: How this process was started. If ``detection_error`` is set, this contains no launcher.
+        detection_error: Problem with the launcher's environment variables, if any.
         override: Value of ASYNCDIST_TRANSPORT.
         versions: Versions of Python and of packages; None for a package that is not installed.
-        compiled: ``"yes"`` if the modules that process messages are compiled; otherwise the reason why they are not.
+        compiled: ``"yes"`` if the modules that process messages are compiled; otherwise, the reason why they are not.
         unwritable: Reason why ranks on this host cannot write to each other's memory; None if they can.
         unringable: Reason why ranks on this host cannot wake each other on MPI; None if they can.
         is_unallowed_root: Whether the user is root, but the variables that make Open MPI's mpirun accept root are
             unset.
-        starter: Path of the MPI program that has started this job, if it does not belong to ``installation``.
+        starter: Path of the MPI program that started this job, if the program does not belong to ``installation``.
         path_mpirun: Path and flavour of the first ``mpirun`` in PATH.
         survives: Whether this process is a rank of an MPI job that continues when ranks die.
-        restarts: Whether this process is a rank of a torch job that ranks may join later.
+        restarts: Whether this process is a rank of a torch job that other ranks may join later.
         own_cores: Number of cores that this process may use.
-        gpu_error: Reason why torch sees none of the host's GPUs.
-        place_error: Problem with the variables by which the ranks find each other.
+        gpu_error: Reason why torch cannot use the host's GPUs.
+        place_error: Problem with the environment variables by which the ranks find each other.
         secret_error: Reason why the user's secret cannot be used.
         notes: Other problems, each as ``"problem: cure"``.
     """
@@ -132,7 +132,7 @@ class Facts:
 
     @property
     def threads(self) -> int:
-        """Number of threads per rank that fits the number of cores."""
+        """Number of threads per rank that fits this process's number of cores."""
         return max(1, min(self.own_cores, self.host_cores // (self.local_size or 1)))
 
 
@@ -140,7 +140,7 @@ class Facts:
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """Return the problems that the facts show, the most fundamental first."""
+    """Return the problems that the facts show, with the most fundamental ones first."""
     problems = []
     if facts.detection_error is not None:
         problems.append(
@@ -220,7 +220,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
 
 
 def _root_note(facts: Facts) -> str | None:
-    """Return a note for root about a plain mpirun, or None. ``asyncdist run`` works, so this is not a problem."""
+    """Return a note for root about plain mpirun, or None. It is not a problem, because ``asyncdist run`` works."""
     may_use_mpirun = facts.may_use_mpi and facts.override != "local" and facts.started.source not in _STARTERS
     if not (facts.is_unallowed_root and may_use_mpirun and facts.installation.library == "openmpi"):
         return None
@@ -231,7 +231,7 @@ def _root_note(facts: Facts) -> str | None:
 
 
 def describe(facts: Facts) -> list[tuple[str, str]]:
-    """Return the lines of the report, as pairs of a name and a description."""
+    """Return the lines of the report, each as a pair of a name and a description."""
     started = facts.started
     how = _STARTERS.get(started.source, "no launcher")
     if started.expected_size is not None and started.source in _STARTERS:
@@ -326,7 +326,7 @@ def _describe_mpirun(facts: Facts) -> str:
 
 
 def format_report(facts: Facts, problems: Sequence[Problem]) -> str:
-    """Format the facts, the note for root and the problems for a terminal."""
+    """Format the facts, the note for the root user, and the problems for a terminal."""
     note = _root_note(facts)
     return "\n".join([aligned(describe(facts)), "", *([note, ""] if note else []), *format_problems(problems)])
 
@@ -422,13 +422,13 @@ def gather(environ: Mapping[str, str]) -> Facts:
 
 
 def find_mpirun(environ: Mapping[str, str]) -> tuple[str, environment.Flavour | None] | None:
-    """Find mpirun in PATH. Return its path and its MPI (None if unknown), or None without an mpirun."""
+    """Find mpirun in PATH. Return its path and its MPI (None if unknown), or None if there is no mpirun."""
     path = environment.find_program("mpirun", environ)
     return None if path is None else (path, mpirun.launcher_flavour(path))
 
 
 def _find_starter(installation: mpirun.Installation) -> str | None:
-    """Return the path of the MPI program that started this process, or None if it belongs to ``installation``."""
+    """Return the path of the MPI program that started this process, or None if ``installation`` contains it."""
     folders = {os.path.dirname(os.path.realpath(path)) for path in installation.launchers.values()}
     for pid in reversed(rank_program.ancestors()):
         with contextlib.suppress(OSError):  # raised if the process belongs to another user or has ended
@@ -459,12 +459,12 @@ def _ask_torch() -> tuple[list[str], str | None]:
 
 
 def _find_gpus() -> tuple[list[str], str | None]:
-    """Return the names of the GPUs that torch can use, and the reason why it cannot use the GPUs that it counts."""
+    """Return the names of the GPUs that torch can use, and the reason why it can use none although it counts some."""
     import torch
 
     try:
         return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())], None
-    except RuntimeError as error:  # torch counts GPUs without CUDA, which then fails, for example with an old driver
+    except RuntimeError as error:  # torch counts GPUs even if CUDA fails, for example because of an old driver
         reason = str(error).strip().partition("\n")[0]
         return [], f"torch cannot use the GPUs of this host: {reason}"
 
@@ -482,7 +482,7 @@ def missing_bytecode(spec: ModuleSpec | None) -> str | None:
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start MPI in a child process, because a failing MPI_Init may end its process, and return the result."""
+    """Start MPI in a child process, and return the result. If MPI_Init fails, it may end its process."""
     if installation.library is None:
         return Mpi()
     if started.transport == "mpi" and started.source != "no launcher":
@@ -564,7 +564,7 @@ def _explain_no_gpu() -> str | None:
 
 
 def _error_of(read: Callable[[], object]) -> str | None:
-    """Return the error that ``read`` raises for invalid variables, or None."""
+    """Return the error that ``read`` raises for invalid environment variables, or None."""
     try:
         read()
     except ValueError as error:

@@ -1,7 +1,8 @@
 """Makes multiprocessing's fork server ignore SIGTERM and SIGHUP, as it already ignores SIGINT.
 
 Only the fork server of :mod:`asyncdist.launch.spawn` imports this module. The server ends with the launcher. If a
-signal to all processes of a job ended the server, the launcher would lose its ranks' exit codes and kill the ranks.
+signal sent to all processes of a job ended the server, the launcher would not learn the ranks' exit codes, and would
+kill the ranks.
 """
 
 from __future__ import annotations

@@ -10,19 +10,20 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
   separate session. When the rank has ended, its remaining child processes get SIGTERM, and SIGKILL after ``GRACE_S``.
   Then the guardian ends with the rank's exit code or signal.
 - When a guardian's parent has ended, the guardian immediately kills the rank, and then the rank's child processes.
-- Both guardians do all of this. The inner guardian has a separate process group, because mpirun may kill the outer
+- Both guardians do all of this. The inner guardian has its own process group, because mpirun may kill the outer
   guardian's group. Processes survive only if both guardians are killed at the same moment.
 - A guardian passes signals on to the rank. The rank is in the outer guardian's process group, so signals from mpirun or
   a terminal reach it directly. PARENT is the launcher's pid if the launcher signals only the outer guardian, and 0
   under mpirun.
-- SIGUSR1 is blocked in the rank until :mod:`asyncdist.rank_program` has a handler for it.
-- In jobs that continue when ranks die, a rank reports to the descriptor STARTED (0 in other jobs) when it joins or
+- SIGUSR1 is blocked in the rank until :mod:`asyncdist.rank_program` has set a handler for it.
+- In jobs that continue when ranks die, a rank writes to the file descriptor STARTED (0 in other jobs) when it joins or
   leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react, and the other
-  ranks would wait forever. The outer guardian therefore requests mpirun to end the job, once per host. If the rank
-  exits while it is in the world, the outer guardian ends by SIGKILL, the only end that mpirun reports to other ranks.
-- Under ``asyncdist run`` on MPI, the outer guardian reports three events to the launcher: it guards the rank, the rank
-  has joined the world, and, earlier than mpirun, the rank has ended. On other hosts, the launcher's agent forwards the
-  reports (:mod:`asyncdist.launch.hosts.host_agent`).
+  ranks would wait forever. The outer guardian therefore asks mpirun to end the job, once per host. If the rank exits
+  while it is in the world, the outer guardian kills itself with SIGKILL, because mpirun reports only such an end to the
+  other ranks.
+- Under ``asyncdist run`` on MPI, the outer guardian reports three events to the launcher: it has started guarding the
+  rank, the rank has joined the world, and the rank has ended. The last report arrives before mpirun's own. On other
+  hosts, the launcher's agent forwards the reports (:mod:`asyncdist.launch.hosts.host_agent`).
 
 The program reads environment variables itself and imports few modules, so that it delays the start of a rank by only
 20 ms.
@@ -38,34 +39,35 @@ import signal
 import sys
 import time
 
-TYPE_CHECKING = False  # the module typing would take 5 ms
+TYPE_CHECKING = False  # importing typing would take 5 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Final, NoReturn
 
-#: Path of this file, to run it as a program.
+#: Path of this file, which is run as a program.
 PROGRAM: Final = os.path.abspath(__file__)
 #: Whether this system supports guardians, which need Linux's subreapers and parent-death signals.
 ARE_SUPPORTED: Final = sys.platform.startswith("linux")
-#: Shell command that starts a guardian with SIGUSR1 ignored, because mpirun may pass that signal on immediately.
+#: Shell command that starts a guardian which ignores SIGUSR1 at first, because mpirun may pass that signal on at once.
 _IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
-#: Variable with the launcher's process group, which rank 0 joins to read from the terminal.
+#: Environment variable with the launcher's process group, which rank 0 joins in order to read from the terminal.
 GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
-#: Variable with the launcher's pid, its descriptor for reports, and the token that marks reports in standard error.
+#: Environment variable with the launcher's pid, its file descriptor for reports, and the token that marks reports in
+#: standard error.
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
 #: Prefix of the folder with the FIFO through which a job's guardians on this host report.
 REPORTS_FOLDER: Final = "/tmp/asyncdist-reports-"
 #: Number of characters of the job's token in the name of the FIFO's folder.
 _NAME_LENGTH: Final = 16
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: Maximum seconds to wait until the launcher has read the report of a rank's end.
+#: Maximum seconds to wait for the launcher to read the report of a rank's end.
 _READ_S: Final = 1.0
 #: Maximum seconds for a rank's remaining child processes to end after SIGTERM.
 GRACE_S: Final = 0.5
 #: Maximum seconds for killed processes to end. Only the kernel can delay this.
 _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
-# States that a rank reports, with their values in :mod:`asyncdist.rank_program`.
+# States that a rank reports, with the same values as in :mod:`asyncdist.rank_program`.
 _OPENS_WORLD: Final = b"0"
 _IN_WORLD: Final = b"1"
 _ENDS_JOB: Final = b"3"
@@ -73,12 +75,12 @@ _ENDS_JOB: Final = b"3"
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
 _PR_SET_CHILD_SUBREAPER: Final = 36
-#: Option of waitpid(2) to include children that clone(2) has created without SIGCHLD.
+#: Option of waitpid(2) that includes children that clone(2) has created without SIGCHLD.
 _WALL: Final = 0x40000000
 
 
 def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
-    """Return the command line that runs ``command`` under two guardians, which end its processes with the launcher.
+    """Return the command line that runs ``command`` under two guardians, so that its processes end with the launcher.
 
     On systems other than Linux, return ``command``.
     """
@@ -88,25 +90,25 @@ def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[st
 
 
 def end_signal() -> int:
-    """Return the signal that makes a guardian process kill its rank and the rank's child processes, and then end."""
+    """Return the signal on which a guardian process kills its rank and the rank's child processes, and then ends."""
     return int(signal.SIGRTMIN)
 
 
 def foreground_variables() -> dict[str, str]:
-    """Return the variables that put rank 0 into the foreground of this process's terminal, so that it can read."""
+    """Return the environment variables that let rank 0 read from this process's terminal."""
     return {GROUP_VARIABLE: str(os.getpgrp())} if os.isatty(0) else {}
 
 
 def report_mark(token: str) -> bytes:
-    """Return the mark that distinguishes a guardian process's report from ranks' output lines."""
+    """Return the mark that distinguishes guardian processes' reports from the output lines of ranks."""
     return f"\x1easyncdist {token} ".encode()
 
 
 def reports_path(token: str) -> str:
-    """Return the path of this host's FIFO for reports. It has the host's name, because containers may share /tmp.
+    """Return the path of this host's FIFO for reports. It contains the host's name, because containers may share /tmp.
 
-    The path contains only the token's first part, because another user could create the folders that the other parts
-    name.
+    The path contains only the token's first part. The other parts name other folders, and another user who knew these
+    names could create them first.
     """
     return f"{REPORTS_FOLDER}{reports_name(token)}/fifo"
 
@@ -131,9 +133,9 @@ def adopt_orphans() -> None:
 
 
 def end_children() -> None:
-    """End all descendants of this process, including orphans that it adopts meanwhile. Works only on Linux.
+    """End all descendants of this process, including orphans that it adopts in the meantime. Works only on Linux.
 
-    A child of another user, such as a command of sudo, cannot be ended and is not waited for.
+    A child that belongs to another user, such as a command run by sudo, cannot be ended and is not waited for.
     """
     terminated: set[int] = set()
     foreign: set[int] = set()
@@ -143,7 +145,7 @@ def end_children() -> None:
         try:
             while os.waitpid(-1, os.WNOHANG | _WALL)[0]:
                 pass
-        except ChildProcessError:  # without a child, it has no descendants that could become its children
+        except ChildProcessError:  # a process without children has no descendants that could become its children
             return
         children = {pid for pid, parent in _parents().items() if parent == os.getpid()} - foreign
         if not children:
@@ -160,10 +162,10 @@ def end_children() -> None:
 
 
 class ProcessHandle:
-    """Refers to a process, so that a signal never reaches a later process with the same pid. Linux only.
+    """Refers to one process, so that no signal reaches a later process with the same pid. Linux only.
 
-    The kernel guarantees this for a pidfd. If there are no pidfds, as on Linux before 5.3, in some containers and in
-    Pythons that were built for older systems, the process's start time is compared before each signal.
+    The kernel guarantees this for a pidfd. Without pidfds, the process's start time is compared before each signal.
+    Pidfds are missing on Linux before 5.3, in some containers, and in Pythons built for older systems.
 
     Raises:
         ProcessLookupError: The process has ended.
@@ -184,7 +186,7 @@ class ProcessHandle:
                 pass
 
     def send(self, number: int) -> bool:
-        """Send a signal to the process. Return False if it has ended, or is of another user, such as one of sudo."""
+        """Send a signal to the process. Return False if it has ended, or belongs to another user (as under sudo)."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -212,7 +214,7 @@ class ProcessHandle:
 
 
 def open_descendants(pid: int) -> list[ProcessHandle]:
-    """Return a handle of each descendant of ``pid``, or [] on systems other than Linux."""
+    """Return a handle for each descendant of the process ``pid``, or [] on systems other than Linux."""
     parents = _parents() if ARE_SUPPORTED else {}
     found, handles = {pid}, []
     while below := {child for child, parent in parents.items() if parent in found} - found:
@@ -224,7 +226,7 @@ def open_descendants(pid: int) -> list[ProcessHandle]:
 
 
 def kill_all(handles: list[ProcessHandle]) -> None:
-    """Kill this user's processes among these, wait until they have ended, and close the handles."""
+    """Kill the processes that belong to this user, wait until they have ended, and close all handles."""
     for handle in [handle for handle in handles if handle.send(signal.SIGKILL)]:
         handle.wait(_GONE_S)
     for handle in handles:
@@ -232,7 +234,7 @@ def kill_all(handles: list[ProcessHandle]) -> None:
 
 
 def main(parent: int, started: int, command: list[str]) -> NoReturn:
-    """Run ``command`` as a rank under two guardians: this process, and an inner one between it and the rank."""
+    """Run ``command`` as a rank under two guardians: this process, and one between this process and the rank."""
     states = _RankStates(started) if started else None
     reports = _Reports()
     group = os.getpgrp()
@@ -241,7 +243,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if parent == 0:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has made this process ignore it
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has made this process ignore the signal
     signals_group = parent == 0 and not is_at_terminal
     outer = _fork_guardian(parent or os.getppid(), signals_group=signals_group, states=states, reports=reports)
     os.setpgid(0, 0)
@@ -255,7 +257,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
 
 
 class _Reports:
-    """Sends reports about a rank: to the launcher's pipe, to its agent's FIFO, or else to standard error."""
+    """Sends reports about a rank to the launcher's pipe, to the FIFO of the launcher's agent, or to standard error."""
 
     def __init__(self) -> None:
         self.rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "")
@@ -291,7 +293,7 @@ def _open_fifo(path: str) -> int | None:
 
 def _await_reader(pipe: int) -> None:
     """Wait, for at most ``_READ_S`` seconds, until the content of the pipe has been read."""
-    import array  # imported only here to save time, because it is needed only after a failure
+    import array  # imported only here to save time, because few guardians need it: only those of failed ranks
     import fcntl
     import termios
 
@@ -315,7 +317,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _start_of(pid: int) -> bytes:
-    """Return the start time of a process in the kernel's ticks, or b"" if the process has ended."""
+    """Return the start time of a process in kernel ticks, or b"" if the process has ended."""
     try:
         facts = _facts_of(pid)
     except OSError:
@@ -324,13 +326,13 @@ def _start_of(pid: int) -> bytes:
 
 
 def _facts_of(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat (proc(5)) from the third, the state. May raise OSError."""
+    """Return the fields of /proc/PID/stat (proc(5)), starting with the third, the state. May raise OSError."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()  # the name before the last ")" may contain ")"
 
 
 class _RankStates:
-    """Reads the states that a rank writes to the descriptor ``started``. SIGIO announces new states."""
+    """Reads the states that a rank writes to the file descriptor ``started``. SIGIO announces new states."""
 
     def __init__(self, started: int) -> None:
         import fcntl  # imported only here to save time, because only jobs that survive losses need it
@@ -353,10 +355,10 @@ class _RankStates:
 def _fork_guardian(
     parent: int, *, signals_group: bool, states: _RankStates | None = None, reports: _Reports | None = None
 ) -> int:
-    """Fork. The parent becomes a guardian and never returns, and the child returns the guardian's pid.
+    """Fork. The parent becomes a guardian and never returns. In the child, return the guardian's pid.
 
     Args:
-        parent: Process after whose end the guardian kills the rank.
+        parent: Process whose end makes the guardian kill the rank.
         signals_group: Whether ``parent`` sends signals to the whole process group of the guardian and the rank.
     """
     own = os.getpid()
@@ -381,7 +383,7 @@ def _guard(
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    elif reports is not None:  # if the guardian kills the rank, it reports no end
+    elif reports is not None:  # a guardian that kills its rank does not report the rank's end
         reports.write("ended", os.waitstatus_to_exitcode(status))
     end_children()
     code = os.waitstatus_to_exitcode(status)
@@ -391,10 +393,10 @@ def _guard(
 
 
 def _handle_failure(code: int, parent: int, states: _RankStates) -> int:
-    """Handle the failure of a rank that the other ranks would wait for. Return the guardian's exit code.
+    """Handle the failure of a rank for which the other ranks would wait. Return the guardian's exit code.
 
-    If the rank has not joined the world, or aborts the job, mpirun is requested to end the job. If the rank exits while
-    it is in the world, the returned code makes mpirun notice its death.
+    If the rank has not joined the world, or aborts the job, mpirun is asked to end the job. If the rank exits while it
+    is in the world, the returned code makes mpirun notice the rank's death.
     """
     state = states.last()
     if state in (b"", _OPENS_WORLD):
@@ -410,13 +412,13 @@ def _handle_failure(code: int, parent: int, states: _RankStates) -> int:
 
 
 def _is_first_to_ask() -> bool:
-    """Return whether this guardian is the first to request mpirun's end. A second request would end mpirun early."""
+    """Return whether this guardian is the first to ask mpirun to end. A second request would end mpirun too early."""
     folder = os.environ.get("PMIX_SERVER_TMPDIR", "")  # mpirun creates and removes this folder
     try:
         os.close(os.open(os.path.join(folder, "asyncdist-ends"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     except FileExistsError:
         return False
-    except OSError:  # the folder does not exist, so that guardians cannot coordinate
+    except OSError:  # the folder does not exist, so guardians cannot coordinate
         return True
     return True
 
@@ -433,13 +435,13 @@ def _wait(child: int, parent: int, on_state: Callable[[], None], *, signals_grou
                 return ended[child]
         elif received.si_signo == signal.SIGIO and received.si_code > 0:  # the kernel sends codes above 0
             on_state()
-        elif not (signals_group and (received.si_pid == parent or received.si_code > 0)):  # not sent to the whole group
+        elif not (signals_group and (received.si_pid == parent or received.si_code > 0)):  # sent only to this process
             os.kill(child, received.si_signo)
     return None
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return the pid and wait status of a child that has ended, or None."""
+    """Return the pid and wait status of a child that has ended, or None if no child has."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -457,9 +459,9 @@ def _parents() -> dict[int, int]:
 
 
 def _end_as(code: int) -> NoReturn:
-    """End this process with exit code ``code`` or, if it is negative, by signal -``code``."""
+    """End this process with exit code ``code``, or by signal ``-code`` if ``code`` is negative."""
     if code < 0:
-        _prctl(_PR_SET_DUMPABLE, 0)  # avoids a core file in addition to the rank's
+        _prctl(_PR_SET_DUMPABLE, 0)  # avoids a second core file in addition to the rank's
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

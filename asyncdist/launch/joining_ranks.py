@@ -4,7 +4,7 @@ The job was started by ``asyncdist run --places``. HOST:PORT is the address of i
 :mod:`asyncdist.launch.place_claims` reserves free places (rank numbers without a process) in the store.
 :mod:`asyncdist.launch.local_ranks` supervises the ranks, with two exceptions:
 
-- A rank that fails or is killed ends no other rank of this launcher. The job decides whether a failure ends it.
+- If a rank fails or is killed, this launcher's other ranks continue. The job decides whether the failure ends it.
 - After a signal, the launcher kills its ranks. The job's other ranks treat them as lost and continue.
 """
 
@@ -35,13 +35,13 @@ _GIVE_BACK_S: Final = 5.0
 
 
 def run(script: str, arguments: Sequence[str], options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Run ranks of a script that join a job under free rank numbers, until all of them have ended.
+    """Run ranks of a script that join a job under free rank numbers. Return when all of them have ended.
 
     Args:
         options: Options of ``asyncdist run``. The job's address in ``join`` was printed by its launcher.
 
     Returns:
-        The exit code, as for :func:`asyncdist.launch.local_ranks.run`.
+        The exit code, as described for :func:`asyncdist.launch.local_ranks.run`.
 
     Raises:
         LaunchError: The script does not exist, no job is at the address, or too few of its places are free.
@@ -76,10 +76,10 @@ def build_environments(
     threads: int | None,
     secret: str = "",
 ) -> dict[int, dict[str, str]]:
-    """Return each rank's environment, keyed by rank, for the ``job`` description from :func:`place_claims.claim`.
+    """Return each rank's environment variables, keyed by rank. ``job`` is the result of :func:`place_claims.claim`.
 
-    On the host of the job's launcher, a rank's LOCAL_RANK is its rank, so that it uses another GPU and port than the
-    job's other ranks. On another host, each launcher counts its ranks from 0.
+    On the host of the job's launcher, a rank's LOCAL_RANK is its rank, so that its GPU and port differ from those of
+    the job's other ranks. On another host, each launcher counts its ranks from 0.
     """
     places: list[tuple[int, int]] = job["places"]
     is_at_job = job.get("host") == addresses.describe_host()

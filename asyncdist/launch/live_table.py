@@ -65,9 +65,9 @@ def run(words: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _counters_folder() -> Iterator[str]:
-    """Make a folder for the ranks' final counters, and remove it when the context ends. The path is "" without one."""
+    """Make a folder for the ranks' final counters, and remove it when the context ends. Yield "" if this fails."""
     folder: TemporaryFolder | None = None
-    with contextlib.suppress(OSError):  # raised if no folder for temporary files is writable
+    with contextlib.suppress(OSError):  # raised if there is no writable folder for temporary files
         folder = TemporaryFolder.make(tempfile.gettempdir(), "asyncdist-live-", secrets.token_hex(8))
     try:
         yield "" if folder is None else folder.path
@@ -77,7 +77,7 @@ def _counters_folder() -> Iterator[str]:
 
 
 def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) -> None:
-    """Show the table until ``child``, which runs the job, has ended and all its output has been shown.
+    """Show the table until ``child``, the process that runs the job, has ended and all its output has been shown.
 
     Ranks write their final counters to ``folder``.
     """
@@ -125,9 +125,9 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
 
 
 def _copy(pipe: IO[bytes], console: Console) -> None:
-    """Print each line from the pipe above the table. For a progress bar, print only its last state.
+    """Print each line from the pipe above the table. Of a progress bar, print only the last state.
 
-    The pipe is read to the end even if the terminal is closed. Otherwise, the ranks would block on a full pipe.
+    The pipe is read to the end even if the terminal is closed, because the ranks would block on a full pipe.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = ""
@@ -144,7 +144,7 @@ def _copy(pipe: IO[bytes], console: Console) -> None:
 
 
 def _last_state(line: str) -> str:
-    """Return the text after a line's last carriage return, because rich before 15 would print all earlier texts."""
+    """Return the text after a line's last carriage return, because rich before version 15 would print the rest, too."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 

@@ -1,18 +1,19 @@
-"""Starts ranks of a script on this host with the variables that torchrun sets: ``asyncdist run --transport torch``.
+"""Starts ranks of a script on this host with torchrun's environment variables: ``asyncdist run --transport torch``.
 
-- Each rank has a separate process group, so Ctrl-C in a terminal reaches only the launcher, which passes it on once. If
-  the launcher has a terminal, rank 0 is in the launcher's group, so that it may read from the terminal.
+- Each rank has its own process group, so Ctrl-C in a terminal reaches only the launcher, which passes it on once. If
+  the launcher has a terminal, however, rank 0 is in the launcher's group, so that it can read from the terminal.
 - Processes that a rank has started (such as a data loader's workers) end with the rank, on Linux even in their own
   sessions (:mod:`asyncdist.launch.guardians`).
 - :mod:`asyncdist.launch.supervision.supervisor` finds the rank that has failed, and stops the others. No process is
   left behind, on Linux even if the launcher itself is killed.
-- If the connection to another host is lost, the ranks of that host are lost, and the other ranks continue.
+- If the connection to another host is lost, the ranks on that host are lost, and the other ranks continue.
 - With ``restarts``, a rank that was killed by a signal is restarted with the same variables, except for
-  ASYNCDIST_INCARNATION, which counts the restarts. A rank that exits is not restarted, because it has returned or has
-  notified the others of its failure. A separate process serves the store (:mod:`asyncdist.launch.store_server`), so
-  that any rank may die. The launcher records there which processes have ended.
+  ASYNCDIST_INCARNATION, which counts the restarts. A rank that exits is not restarted, because it has either returned
+  or notified the other ranks of its failure. A separate process serves the store
+  (:mod:`asyncdist.launch.store_server`), so that any rank may die. In the store, the launcher records which processes
+  have ended.
 - With ``places``, the world has more ranks than the launcher starts, and processes for the other ranks may join later
-  (:mod:`asyncdist.launch.joining_ranks`). They may also take the place of a rank that was killed and not restarted.
+  (:mod:`asyncdist.launch.joining_ranks`). They may also replace a rank that was killed and not restarted.
 """
 
 from __future__ import annotations
@@ -69,13 +70,14 @@ def run(
     """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last of them has ended.
 
     The exit code is 0 if the last process of each rank ended with 0. With ``places``, ranks that were killed while
-    others were alive do not count. Otherwise, it is the code of the first rank that failed (1 only if no rank ended
-    with another code soon after). If a signal killed that rank, or the launcher received a signal, the code is 128 plus
-    the signal's number.
+    others were alive do not count. If a rank failed, it is the code of the first rank that did (but 1 only if no other
+    rank ended with another nonzero code soon after). If a signal killed that rank, or the launcher received a signal,
+    the exit code is 128 plus the signal's number.
 
     Args:
-        threads: OMP_NUM_THREADS of each rank; None for the user's value or the rank's share of the cores.
-        restarts: Maximum number of restarts of each rank after a signal has killed it.
+        threads: OMP_NUM_THREADS of each rank; None for the user's value or, without one, the cores divided by the
+            ranks.
+        restarts: Maximum number of times that each rank is restarted after a signal has killed it.
         places: Size of the world if ranks may join later, or None.
     """
     local_host.check_ranks(ranks)
@@ -107,8 +109,8 @@ def run_ranks(
     """Run ranks on this host, on any transport, and return the job's exit code.
 
     Args:
-        store: Context manager that runs the process through which keys of the store are set. None if no rank may join.
-        is_open: Whether a new process may replace a killed rank that is not restarted.
+        store: Context manager that runs the process through which the store's keys are set. None if no rank may join.
+        is_open: Whether a new process may take over the rank number of a killed rank that is not restarted.
         have_joined: Whether these ranks join the world of another launcher.
     """
     local_host.check_script(script)
@@ -173,7 +175,7 @@ def _store(
                 _announce_places(server, variables, ranks, places, program, is_open=is_open)
             yield server
         finally:
-            if places is not None:  # give other launchers' ranks time to notice that the store is about to close
+            if places is not None:  # gives other launchers' ranks time to notice that the store is about to close
                 store_server.send_line(server, f"asyncdist/{place_claims.OVER} ")
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     server.wait(OVER_S)
@@ -225,7 +227,7 @@ def build_environments(
     secret: str = "",
     is_open: bool = False,
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank. If ``is_open``, ranks on other hosts may join the job."""
+    """Return the environment of each rank. If ``is_open`` is true, ranks on other hosts may join the job."""
     shared = child_environment.for_ranks(environ, ranks=ranks, threads=threads, cores=cores)
     is_joinable = restarts or places is not None
     own = newcomer_variables(0, (places or ranks) - ranks) if is_joinable else {}
@@ -254,7 +256,7 @@ def build_environments(
 
 
 def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
-    """Return additional variables for a rank of a world that other ranks may join later."""
+    """Return additional environment variables for a rank of a world that other ranks may join later."""
     return {
         environment.INCARNATION_VARIABLE: str(incarnation),
         environment.EMPTY_VARIABLE: str(empty_count),
@@ -265,7 +267,7 @@ def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
 def start(
     command: Sequence[str], variables: Mapping[str, str], *, rank: int, ended: Callable[[], object]
 ) -> RankProcess:
-    """Start a rank under guardians (supervising processes). Call ``ended`` in a thread when the rank has ended."""
+    """Start a rank under guardians (supervising processes). Call ``ended``, in a thread, when the rank has ended."""
     stdin = None if rank_program.STDIN_VARIABLE in variables else subprocess.DEVNULL
     process = _popen(command, variables, f"rank {rank}", stdin=stdin)
 
@@ -296,7 +298,7 @@ def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, s
 def rank_variables(
     rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
 ) -> dict[str, str]:
-    """Return torchrun's variables for this rank, for a job whose rank 0 serves the store."""
+    """Return torchrun's environment variables for this rank of a job whose rank 0 serves the store."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

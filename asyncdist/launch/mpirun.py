@@ -1,7 +1,8 @@
-"""Starts ranks of a script on MPI, on this host or others: finds the mpirun of mpi4py's library and runs it.
+"""Starts ranks of a script on MPI, on this host or others: finds the mpirun that fits mpi4py's library, and runs it.
 
-This module implements ``asyncdist run`` for MPI. It sets the variables that library and mpirun need, and runs mpirun
-through :mod:`asyncdist.launch.supervision.mpirun_process`. A child process reports which library mpi4py loads.
+This module implements ``asyncdist run`` for MPI. It sets the environment variables that the library and mpirun need,
+and runs mpirun through :mod:`asyncdist.launch.supervision.mpirun_process`. A child process reports which library mpi4py
+loads.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from asyncdist.transports import mpi_launchers
 from asyncdist.trust import mpi_folders
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
-#: Variables that must both be 1 for Open MPI's mpirun to run as root. PRRTE's names have no effect.
+#: Environment variables that must both be 1 for Open MPI's mpirun to run as root. PRRTE's names have no effect.
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 #: Settings for jobs on one host. They disable libfabric, whose search for devices takes a second.
 _ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_btl": "^ofi"}, "mpich": {}}
@@ -39,15 +40,15 @@ _ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_bt
 _BESIDE_SLURM: Final[Mapping[str, str]] = dict.fromkeys(
     ("PRTE_MCA_ras", "PRTE_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_plm"), "^slurm"
 )
-#: Settings with which mpirun 5 detects a silent host after 30 s instead of 8 minutes, and then ends the job.
+#: Settings that make mpirun 5 detect a silent host after 30 s instead of 8 minutes, and then end the job.
 _PROBED_HOSTS: Final[Mapping[str, str]] = {
     "PRTE_MCA_oob_tcp_keepalive_time": "10",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
     "PRTE_MCA_oob_tcp_keepalive_probes": "4",
 }
-#: Descriptor on which a rank reports its state to its guardian, in jobs that survive losses.
+#: File descriptor on which a rank reports its state to its guardian, in jobs that survive losses.
 _STARTED: Final = 199
-#: Names of mpirun programs. Debian installs both MPIs, under names like mpirun.openmpi.
+#: Names of mpirun programs. Debian can install both MPIs, and uses names like mpirun.openmpi.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _PROBE: Final = (
     "import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False\n"
@@ -60,7 +61,7 @@ class Installation:
     """Describes this host's MPI: the library that mpi4py loads, and the mpirun launchers.
 
     Attributes:
-        library: Flavour (Open MPI or MPICH) of the library that mpi4py loads; None if it loads no library.
+        library: Flavour (Open MPI or MPICH) of the library that mpi4py loads; None if it cannot load one.
         version: Version string of the library, or the reason why it cannot be loaded.
         wheels: Flavours that are installed as Python packages.
         launchers: Path of the first mpirun of each flavour in this Python environment, or else in PATH.
@@ -79,12 +80,12 @@ def run(script: str, arguments: Sequence[str], options: argparse.Namespace, envi
         options: Options of ``asyncdist run``. The ``hosts`` and the words of the command ``ssh`` are lists.
 
     Returns:
-        128 plus the number of the ending signal that this process received, if any. Otherwise the exit code of the rank
-        that ended the job, or 128 plus the number of the signal that killed it. If no such rank is known, mpirun's exit
-        code. It is 0 only if a rank has ended with 0.
+        If this process received a signal that ends the job, 128 plus the signal's number. Otherwise, the exit code of
+        the rank that ended the job, or 128 plus the number of the signal that killed this rank. If no such rank is
+        known, mpirun's exit code. The result is 0 only if a rank has ended with 0.
 
     Raises:
-        LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the job.
+        LaunchError: The script does not exist, the usable MPI is missing or ambiguous, or this MPI cannot run the job.
     """
     ranks, threads, survives = options.ranks, options.threads_per_rank, options.survive
     hosts: Sequence[Host] = options.hosts
@@ -144,7 +145,7 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
 
 
 def _wheel_launcher_folder(name: str) -> str | None:
-    """Return the folder of the mpirun of a Python distribution, possibly outside this environment, or None."""
+    """Return the folder of a Python distribution's mpirun, which may be outside this environment, or None."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -154,7 +155,7 @@ def _wheel_launcher_folder(name: str) -> str | None:
 
 
 def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:
-    """Return the first mpirun of Open MPI and of MPICH in these folders. Each program is run to find its MPI."""
+    """Return the first mpirun of Open MPI and of MPICH in these folders. Each program is run to find out its MPI."""
     found: dict[environment.Flavour, str] = {}
     for directory in dict.fromkeys(directories):
         for name in _MPIRUN_NAMES:
@@ -178,7 +179,7 @@ def launcher_flavour(path: str) -> environment.Flavour | None:
 
 
 def choose_flavour(installation: Installation, wanted: environment.Flavour | None) -> environment.Flavour:
-    """Return which MPI mpi4py loads. Raise LaunchError if this is not ``wanted``, or if its mpirun was not found."""
+    """Return the MPI that mpi4py loads. Raise LaunchError if it is not ``wanted``, or if its mpirun was not found."""
     library, launchers = installation.library, installation.launchers
     has_both = len(installation.wheels) > 1
     if library is None and "No module named 'mpi4py'" in installation.version:
@@ -238,15 +239,16 @@ def build_command(
     variables: Sequence[str] = (),
     survives: bool = False,
 ) -> list[str]:
-    """Return the command line of mpirun. ``variables`` are the names of the variables to pass to other hosts.
+    """Return the command line of mpirun. ``variables`` names the environment variables to pass to other hosts.
 
-    Open MPI counts one slot per physical core and refuses more ranks. With ``--oversubscribe``, every unsuccessful
-    MPI_Test would yield the core, which took 8 ms with 4 ranks on 2 cores. Instead, the host gets as many slots as
-    ranks, and a test takes microseconds.
+    Open MPI counts one slot per physical core and refuses more ranks. ``--oversubscribe`` would allow them, but every
+    unsuccessful MPI_Test would then yield the core, which took 8 ms with 4 ranks on 2 cores. Instead, the host gets as
+    many slots as ranks, so that a test takes microseconds.
 
-    Binding ranks to cores, Open MPI's default, is disabled. A rank's threads would share one core (62 ms instead of
-    43 ms for a 1200 x 1200 matmul on 2 cores). Two jobs would use the same first cores while other cores idle. Unbound
-    ranks were as fast. MPICH neither counts slots nor binds.
+    Binding ranks to cores, Open MPI's default, is disabled. With binding, a rank's threads would share one core (62 ms
+    instead of 43 ms for a 1200 x 1200 matmul on 2 cores), and two jobs would use the same first cores while other cores
+    were idle. Apart from these problems, unbound ranks were as fast as bound ones. MPICH neither counts slots nor
+    binds.
     """
     names = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if flavour == "openmpi":
@@ -264,7 +266,7 @@ def build_command(
 
 
 def ssh_settings(flavour: environment.Flavour, ssh: Sequence[str]) -> dict[str, str]:
-    """Return the variables that make mpirun connect directly to every host with the command ``ssh``."""
+    """Return the environment variables that make mpirun connect directly to every host with the command ``ssh``."""
     if flavour == "mpich":
         settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(shutil.which(ssh[0]))}
         return settings | ({"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(ssh[1:])} if ssh[1:] else {})
@@ -286,11 +288,11 @@ def build_environment(
     cores: int | None = None,
     survives: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of mpirun and the ranks. The user's settings take precedence, except for ``threads``."""
+    """Return the environment of mpirun and the ranks. Except for ``threads``, the user's settings take precedence."""
     cores = cores or local_host.available_cores()
     settings = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
-        "UCX_DEBUG_SIGNO": "0",  # without it, UCX in wheels logs SIGHUP instead of ending the rank
+        "UCX_DEBUG_SIGNO": "0",  # without it, UCX in wheels would log SIGHUP instead of ending the rank
     }
     if flavour == "openmpi":
         settings[rank_program.LAUNCHER_VARIABLE] = str(os.getpid())
@@ -300,7 +302,7 @@ def build_environment(
             settings |= dict.fromkeys(ROOT_VARIABLES, "1")
         if "SLURM_JOB_ID" in environ:
             settings |= _BESIDE_SLURM
-    elif ranks > cores:  # make ranks that share a core yield it while they poll
+    elif ranks > cores:  # makes ranks that share a core yield it while they poll
         settings |= {
             "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
             "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "true",

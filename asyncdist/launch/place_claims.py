@@ -1,15 +1,15 @@
 """Reserves free ranks in a running job for new processes: ``python place_claims.py HOST PORT COUNT VERSION``.
 
-A launcher of joining ranks runs this program, because it does not import torch itself. A *place* is a rank number in a
-job started with ``--places``. The job's store contains the place's state under ``place/RANK``:
+A launcher of joining ranks runs this program, because the launcher itself does not import torch. A *place* is a rank
+number in a job started with ``--places``. The job's store contains the place's state under ``place/RANK``:
 
-- ``held`` and the holder's token: a process has the rank, or will have it.
+- ``held`` and the holder's token: a process has the rank, or is about to have it.
 - ``free N``: no process has the rank, and the next one will have incarnation N.
-- ``left``: the rank has left the world in an orderly way, and no process may take its place.
+- ``left``: the rank's process has left the world in an orderly way, and no other process may replace it.
 
-The program reserves the lowest free places. It prints one line of JSON: the facts that a launcher needs to start ranks
-there, or an error. Then it sets a key for each ``KEY VALUE`` line of its standard input. When standard input ends, the
-launcher has ended, and places whose ranks were not reported as ended become free again.
+The program reserves the lowest free places. It prints one line of JSON: either an error, or the facts that a launcher
+needs to start ranks in these places. Then it sets a key for each ``KEY VALUE`` line of its standard input. The end of
+standard input means that the launcher has ended. Places whose ranks were not reported as ended then become free again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
 
-#: Path of this file, to run it as a program.
+#: Path of this file, which is run as a program.
 PROGRAM: Final = os.path.abspath(__file__)
 #: Store key of the job's description.
 JOB: Final = "places"
@@ -34,15 +34,15 @@ JOB: Final = "places"
 OVER: Final = "over"
 #: Timeout in seconds for torch's store client, whose default is much longer.
 _CONNECT_S: Final = 5.0
-#: Seconds after which this process ends if the listener, perhaps another service, does not answer. torch's client would
-#: wait forever. The launcher gives up earlier.
+#: Seconds after which this process ends if the process at the address, perhaps a different service, does not answer.
+#: torch's client would wait forever. The launcher gives up earlier.
 _SILENT_S: Final = 65
 _FREE: Final = "free "
 SECRET_DIFFERS: Final = (
     "the job's secret differs from this command's: give both commands the same ASYNCDIST_JOB_SECRET_FILE, a file with "
     "mode 0600. On the launcher's host, the launcher's user needs no such file"
 )
-#: Number of retries if too few ranks are free. Simultaneous claimants may each get only some of them.
+#: Number of retries if too few ranks are free. If several processes claim ranks simultaneously, each may get too few.
 _PAUSE_COUNT: Final = 5
 _PAUSE_S: Final = 0.3
 
@@ -61,7 +61,7 @@ def describe(job: str, size: int, empty_count: int, version: str, *, host: str, 
 
 
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:
-    """Reserve ``count`` free ranks, or raise ClaimError. Return the job's description, with ranks and incarnations."""
+    """Reserve ``count`` free ranks, or raise ClaimError. Return the job's description plus ranks and incarnations."""
     if not store.check([JOB]):
         raise ClaimError("no job that was started by `asyncdist run --places` listens at this address")
     job: dict[str, Any] = json.loads(bytes(store.get(JOB)))
@@ -111,8 +111,8 @@ def _reserve(store: Any, rank: int) -> int | None:
 
 
 def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) -> None:
-    """Set store keys for the launcher until it ends. Then release the ranks that were not reported as ended."""
-    newest = dict(places)  # newest incarnation of each rank
+    """Set store keys for the launcher until it ends. Then release all ranks that were not reported as ended."""
+    newest = dict(places)  # newest incarnation of each rank number
     for line in lines:
         key, _, value = line.rstrip("\n").removeprefix("asyncdist/").partition(" ")
         store.set(key, value)
@@ -155,12 +155,12 @@ def main(host: str, port: int, count: int, version: str) -> None:
     _print_json(found)
     try:
         keep(store, found["places"], sys.stdin)
-    except RuntimeError:  # the store has been closed
+    except RuntimeError:  # the store was closed
         return
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    """Print one line of JSON. Do nothing if the launcher has just ended; :func:`keep` then releases the ranks."""
+    """Print one line of JSON. If the launcher has just ended, do nothing; :func:`keep` then releases the ranks."""
     with contextlib.suppress(BrokenPipeError):
         os.write(1, json.dumps(content).encode() + b"\n")
 

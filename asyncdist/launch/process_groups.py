@@ -1,7 +1,7 @@
-"""Creates torch.distributed process groups, for plain functions with their own collectives.
+"""Creates torch.distributed process groups for plain functions, which run their own collectives.
 
 Coroutines do not need process groups, because their world uses the torch transport. All functions in this module block,
-as in torch.distributed.
+like those of torch.distributed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def default_backend() -> str:
 
 
 def get_distributed_backend() -> dist.Backend:
-    """Return the backend for new process groups: the user's choice, if any, or else :func:`default_backend`.
+    """Return the backend for new process groups: the user's choice or, without one, :func:`default_backend`.
 
     Raises:
         ValueError: The chosen backend is not available.
@@ -93,8 +93,8 @@ def init_process_group_from_backend(
     Args:
         backend: Backend of the group; None for :func:`get_distributed_backend`.
         init_method: Rendezvous: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
-        rank: Rank of this process; None for the variable RANK.
-        world_size: Number of ranks; None for the variable WORLD_SIZE.
+        rank: Rank of this process; None for the value of the environment variable RANK.
+        world_size: Number of ranks; None for the value of the environment variable WORLD_SIZE.
         timeout_s: Timeout of the rendezvous and of every collective, in seconds; None for torch's default.
 
     Raises:
@@ -123,7 +123,7 @@ def init_dist(
     *,
     timeout_s: float | None = None,
 ) -> None:
-    """Make this process a rank of torch.distributed: set its variables, its GPU and the default process group.
+    """Make this process a torch.distributed rank: set its environment variables, GPU and default process group.
 
     Args:
         rank: Rank of this process in the job.
@@ -190,13 +190,13 @@ def _join_store(
             f"rank {rank} did not reach the other {world_size - 1} ranks at {where} within {limit_s:g} s: {first}"
         ) from error
     store.set_timeout(usual)
-    return PrefixStore("default_pg", store)  # separates torch's keys from the keys of the store's other users
+    return PrefixStore("default_pg", store)  # separates torch's keys from those of the store's other users
 
 
 def _meet(
     init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout: datetime.timedelta
 ) -> Any:
-    """Return the store when all ranks have joined it. On rank 0, it listens only at its address, if it has one."""
+    """Return the store when all ranks have joined it. If it has an address, rank 0's store listens only there."""
     address, port = place
     if rank == 0 and address is not None and port is not None:
         listener = addresses.listen_at(address, port)  # None under torchrun, whose agent serves the store
@@ -265,10 +265,10 @@ def init_parallel_groups(
         model_parallelism: Number of ranks that share one stage of a model.
         pipeline_parallelism: Number of stages of a model. Its product with ``model_parallelism`` must divide the
             world's size.
-        model_backend, pipeline_backend, data_backend: Backends of the groups; None for the default group's.
+        model_backend, pipeline_backend, data_backend: Backends of the groups; None for the default group's backend.
 
     Returns:
-        This rank's groups, which :func:`asyncdist.parallel_groups` then returns, too.
+        This rank's groups. From now on, :func:`asyncdist.parallel_groups` also returns them.
 
     Raises:
         ValueError: The numbers do not divide the world, or a backend is not available.
@@ -323,7 +323,7 @@ def all_to_all(input: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
         group: Process group; None for the default group.
 
     Returns:
-        A tensor like ``input``, whose i-th part was sent by member i. Gradients are sent back in the same way.
+        A tensor like ``input``, whose i-th part was sent by member i. In the backward pass, gradients are sent back.
 
     Raises:
         ValueError: The first dimension cannot be split evenly.

@@ -38,16 +38,16 @@ P = ParamSpec("P")
 
 #: Timeout in seconds for the start of all ranks, including the imports of torch and of the script.
 START_TIMEOUT_S: Final = 300.0
-#: Exit priority of a function that runs last in a child. multiprocessing's own priorities are from -100 to 10.
+#: Priority of an exit function that runs last in a child. multiprocessing's own priorities are from -100 to 10.
 _LAST: Final = -1000
 
 # The following constants are the first byte of a child's result.
 
 #: Result of a rank whose function has returned, or has called ``sys.exit(0)``.
 RETURNED: Final = b"."
-#: Result of a rank that caused the failure. The time, packed by ``MOMENT``, and the traceback follow.
+#: Result of a rank that caused the failure. It is followed by the time, packed by ``MOMENT``, and the traceback.
 CAUSE: Final = b"!"
-#: Result of a rank that failed with RuntimeError, which may be the cause, or torch's report of a dead peer.
+#: Result of a rank that failed with RuntimeError. The error may be the cause, or torch's report of a dead peer.
 PERHAPS: Final = b"?"
 #: Result of a rank that failed because it lost another rank.
 CONSEQUENCE: Final = b"-"
@@ -63,13 +63,13 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
     Its parallel groups are the world's.
 
     Args:
-        func: Function to run. Its return value is dropped.
-        cfg: Config with the rank of this process and, if there are several ranks, with the ``master_port`` or
-            ``init_method`` of all ranks.
+        func: Function to run. Its return value is ignored.
+        cfg: Config with the rank of this process. If there are several ranks, it also has the ``master_port`` or
+            ``init_method`` that all ranks use.
 
     Raises:
         TypeError: ``func`` is not a function, or ``cfg`` is not a config.
-        ValueError: The config lacks a rank or the ``master_port`` of all ranks, or has process group options although
+        ValueError: The config lacks a rank or the common ``master_port``, or has process group options although
             ``func`` is a coroutine function.
         TransportError: The other ranks did not join within 300 s. The message names the rendezvous.
         Exception: An error that ``func`` raised.
@@ -141,7 +141,7 @@ async def _with_groups(
 
 
 def is_coroutine_function(func: Callable[..., Any]) -> bool:
-    """Return whether ``func``, which may be a partial or have an async ``__call__``, returns a coroutine."""
+    """Return whether calling ``func`` returns a coroutine. Partials and async ``__call__`` methods are recognised."""
     while isinstance(func, functools.partial):
         func = func.func
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
@@ -210,7 +210,7 @@ def be_child(
 def _end_with_launcher() -> None:
     """Make the kernel kill this process group when the launcher's end of a pipe closes. Works only on Linux.
 
-    A parent-death signal is not enough, because the parent may be the fork server, which outlives the launcher.
+    A parent-death signal would not suffice, because the parent may be the fork server, which outlives the launcher.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -224,7 +224,7 @@ def _end_with_launcher() -> None:
 
 
 def _call(failure_notice: _FailureNotice, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``func``. Report its failure before other ranks fail because the process group ends."""
+    """Call ``func``. If it fails, report this before the end of the process group makes other ranks fail."""
     try:
         func(*args, **kwargs)
     except BaseException as error:
@@ -245,7 +245,7 @@ class _FailureNotice:
         kind = CONSEQUENCE if is_consequence(error) else PERHAPS if isinstance(error, RuntimeError) else CAUSE
         if isinstance(error, SystemExit):
             if error.code is None or (type(error.code) is int and error.code == rank_program.exit_code(error.code)):
-                return  # the launcher gets the reason from the exit code
+                return  # the launcher derives the reason from the exit code
             text = f"exited with {error.code!r}"
         else:
             text = format_error(error)

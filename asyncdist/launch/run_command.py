@@ -20,13 +20,13 @@ OPTIONS: Final = (
     *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s", "--record"),
     *("--metrics", "--restarts", "--places", "--join", "-m"),
 )
-#: Maximum number of places. The launcher writes each place to the store before the first rank starts.
+#: Maximum number of places (rank numbers). The launcher writes each place to the store before the first rank starts.
 _PLACES_MAX: Final = 10_000
 _Variables: TypeAlias = Mapping[str, str]
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser], *, has_arguments: bool) -> None:
-    """Add the subcommand ``run``, with its arguments if ``has_arguments`` is true."""
+    """Add the subcommand ``run``. Its arguments are added only if ``has_arguments`` is true."""
     run = add_parser(
         "run",
         help="start a script on several ranks, on this host or others",
@@ -130,7 +130,7 @@ def _add_watching(run: argparse.ArgumentParser) -> None:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the words of ``asyncdist run``, up to the script's name, and the script's words.
+    """Split a command line after the script's name, into the words of ``asyncdist run`` and the script's words.
 
     The script's words may include ``--``, which argparse would drop.
     """
@@ -155,7 +155,7 @@ def ranks_missing(command: str, script: str, arguments: Sequence[str]) -> str:
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the command, and return the job's exit code. Raise LaunchError for options that are invalid."""
+    """Run the command, and return the job's exit code. Raise LaunchError for invalid options."""
     from asyncdist import environment
     from asyncdist.launchers import detection
 
@@ -209,12 +209,12 @@ def _run_on_torch(script: str, arguments: Sequence[str], options: argparse.Names
     )
 
 
-#: For each transport, the function that starts the ranks of ``asyncdist run`` and returns the exit code.
+#: For each transport, the function that starts the ranks of ``asyncdist run`` and returns the job's exit code.
 RUNNERS: Final[Mapping[str, Callable[..., int]]] = {"mpi": _run_on_mpi, "torch": _run_on_torch}
 
 
 def _metrics(named: str) -> str:
-    """Return ``named``, the destinations of counters, with absolute paths. Raise ValueError if one is unusable."""
+    """Return the destinations of counters, ``named``, with absolute paths. Raise ValueError if one is unusable."""
     from dataclasses import replace
 
     from asyncdist.live.destinations import destinations, missing
@@ -253,7 +253,7 @@ def _script(options: argparse.Namespace) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
-    """Return the hosts ([] for only this host), and the words of the ``--ssh`` command."""
+    """Return the hosts ([] if there is only this host), and the words of the ``--ssh`` command."""
     if options.hosts is None:
         if options.ssh is not None:
             raise local_host.LaunchError("--ssh needs --hosts, the list of hosts to which it connects")
@@ -268,7 +268,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
 
 
 def _check_supported(transport: str, options: argparse.Namespace) -> None:
-    """Raise LaunchError if options are not supported by the transport, or contradict each other."""
+    """Raise LaunchError if the transport does not support an option, or options contradict each other."""
     supporting = {
         name: [key for key in RUN_NAMES if name in BACKENDS[key].run_options]
         for backend in BACKENDS.values()

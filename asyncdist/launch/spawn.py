@@ -1,10 +1,10 @@
-"""Runs a function on several ranks, each a new process of this host, joined by torch.distributed.
+"""Runs a function on several ranks, each a new process on this host, which torch.distributed connects.
 
 - Mistakes in the config, and a function that cannot be pickled, are reported before a process is started.
-- At the first failure, the other ranks are stopped, and the error contains its traceback. A rank that failed only
-  because it lost another rank does not count.
+- At the first failure, the other ranks are stopped, and the error contains the failure's traceback. The failure of a
+  rank that only lost another rank does not count.
 - No rank outlives the call or, on Linux, the calling process. Processes that a rank has started end with the rank, on
-  Linux even in their own sessions. They may survive only if another process kills the rank.
+  Linux even in their own sessions. These processes may survive only if another process kills the rank.
 
 multiprocessing pickles the function and its arguments to send them to the children. Because threads and MPI do not
 survive a fork, ranks are spawned, or forked by a server process that uses neither. Each child runs
@@ -65,23 +65,23 @@ def launch_subprocesses(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> None:
-    """Run a function on ``local_world_size`` ranks, each a process of this host, and wait for all of them.
+    """Run a function on ``local_world_size`` ranks, each a process on this host, and wait for all of them.
 
     Call this function under ``if __name__ == "__main__":``, because children import the script. **Ownership**: ranks
-    get tensor arguments in shared memory, as always with torch.multiprocessing. Clone a tensor before a rank changes
-    it.
+    get tensor arguments in shared memory, as always with torch.multiprocessing. A rank must clone a tensor before it
+    changes it.
 
     Args:
         func: Function that can be imported by its name. A coroutine function gets a world as its first argument, and a
             plain function has a process group. See :func:`init_and_run`.
         cfg: Config without ranks. :meth:`MultiprocessConfig.resolve` fills in its missing fields.
-        setup: Function called once in this process, before the first rank starts; or None.
+        setup: Function called once in this process, before the first rank starts, or None.
         rank_offset: First rank on this host, in a job on several hosts.
         args, kwargs: Arguments of ``func``.
 
     Raises:
-        RuntimeError: ``func`` failed on a rank, and the message contains the traceback. Or a rank was killed by a
-            signal, exited with a code other than 0, or did not start within 300 s. The other ranks have been stopped.
+        RuntimeError: ``func`` failed on a rank (the message contains the traceback), or a rank was killed by a signal,
+            exited with a code other than 0, or did not start within 300 s. The other ranks have been stopped.
         TypeError: ``func`` or an argument cannot be pickled, or has the wrong type. No rank was started.
         ValueError: A value is not allowed, or ``master_port`` is not free. No rank was started.
         KeyboardInterrupt: Ctrl-C was pressed. All ranks have been stopped.
@@ -111,7 +111,8 @@ def launch_subprocesses(
 def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
     """Forward signals that have no handler to the ranks. Raise an exception after a signal that ends the job.
 
-    Copies of that signal are ignored, because a second exception would keep the ranks from stopping on their own.
+    Further copies of that signal are ignored, because a second exception would keep the ranks from stopping on their
+    own.
     """
     request = StopRequest()
 
@@ -222,12 +223,12 @@ class _Child:
     """Tracks the process of one rank for the launcher.
 
     Attributes:
-        pipe: Pipe from the rank, which sends an empty message when it starts, and its result at the end.
+        pipe: Pipe from the rank. The rank sends an empty message when it starts, and its result when it ends.
         returned: Whether the rank's function has returned, or has called ``sys.exit(0)``.
         failure: Traceback of the rank, or a description of how it ended; None if it has not failed.
         kind: Kind of failure: ``CAUSE``, ``PERHAPS`` or ``CONSEQUENCE``.
         rest: Pidfds of the rank's descendants at the time of SIGTERM.
-        has_ended: Whether the end of the rank was noticed, and its descendants were killed.
+        has_ended: Whether the rank's end was noticed and its descendants were killed.
     """
 
     rank: int
@@ -256,13 +257,13 @@ class _Child:
             self.pipe.close()
 
     def reap(self) -> bool:
-        """Return whether the rank has ended. If it failed without reporting a reason, set ``failure``."""
+        """Return whether the rank has ended. If it has failed without reporting the reason, set ``failure``."""
         code = self.process.exitcode  # the sentinel is unreliable, because a forked child may keep it open
         if code is None:
             return False
         if not self.has_ended:
             self.end_rest()
-            self.has_ended = True  # later, another process may have the rank's process ID
+            self.has_ended = True  # later, a different process may have the rank's process ID
         if not self.pipe.closed:
             self.read()
         if code and self.failure is None:
@@ -277,7 +278,7 @@ class _Child:
         return True
 
     def stop(self) -> None:
-        """Ask the rank to stop. First list its descendants, which cannot be found after it has ended."""
+        """List the rank's descendants, which cannot be found after it has ended, and then ask the rank to stop."""
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
@@ -293,9 +294,10 @@ class _Child:
         self.rest = []
 
 
-#: Seconds between checks for ended ranks, whose pipes and sentinels forked children may keep open.
+#: Seconds between checks for ended ranks. A rank's pipe and sentinel do not suffice, as forked children may keep them
+#: open.
 _PERIOD_S: Final = 0.5
-#: Seconds to wait, after each kind of failure, for a different rank to report the cause or to end.
+#: Seconds to wait, after each kind of failure, for another rank to report the cause or to end.
 _PATIENCE_S: Final = {CAUSE: 0.0, PERHAPS: 2.0, CONSEQUENCE: 5.0}
 
 
@@ -308,7 +310,7 @@ def _start_all(
 ) -> None:
     context = multiprocessing.get_context(configs[0].launch_method)
     # The server imports torch once for all ranks, so 4 ranks on 2 busy cores start in 4 s instead of 15 s. It does not
-    # import the script, which may start threads that do not survive a fork.
+    # import the script, because the script may start threads, which do not survive a fork.
     context.set_forkserver_preload([_FORK_SERVER])
     environ = environment.environment()
     for cfg in configs:
@@ -364,7 +366,7 @@ def _wait_for_reports(living: Sequence[_Child], timeout_s: float | None) -> None
 
 
 def _find_cause(ranks: Sequence[_Child]) -> str:
-    """Return a description of the rank that caused the failure. Wait briefly if it may not have reported yet."""
+    """Return a description of the rank that caused the failure. Wait briefly if that rank may not have reported yet."""
     began_at = time.monotonic()
     while True:
         living = [child for child in ranks if not child.reap()]
@@ -374,7 +376,7 @@ def _find_cause(ranks: Sequence[_Child]) -> str:
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
         ended = [child for child in ranks if child not in living]
         gone = [child.rank for child in ended if child.process.exitcode == 0 and not child.returned]
-        if gone and found.kind != CAUSE:  # an early exit with 0 may be the cause
+        if gone and found.kind != CAUSE:  # an early exit with code 0 may be the cause
             text = f"rank {gone[0]} ended with exit code 0 before its function had returned"
             return text if found.kind == CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:

@@ -1,10 +1,11 @@
 """Serves the store through which ranks find each other: ``python store_server.py ADDRESS PORT [open]``.
 
 The launcher starts this process, and ends it by closing its standard input. Rank 0 does not serve the store, because
-ranks that join later need it even after rank 0 has ended. Nor does the launcher, because it does not import torch.
+ranks that join later need the store even after rank 0 has ended. Nor does the launcher, because the launcher does not
+import torch.
 
 The store listens only on the given address or, with ``open``, on all addresses of this host, for ranks on other hosts.
-For each ``KEY VALUE`` line on its standard input, the process sets the key, so that the launcher can notify the ranks.
+For each ``KEY VALUE`` line on its standard input, the process sets the key, which lets the launcher notify the ranks.
 For each ``!TEXT`` line, it prints the text after it has processed the earlier lines.
 """
 
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-#: Path of this file, to run it as a program.
+#: Path of this file, which is run as a program.
 PROGRAM: Final = os.path.abspath(__file__)
 
 
@@ -41,7 +42,7 @@ def main(address: str, port: int, *, is_open: bool) -> None:
 
 
 def process_lines(store: Any, lines: Iterable[str]) -> None:
-    """Process the launcher's lines: set a key for ``KEY VALUE``, and print the text of ``!TEXT``."""
+    """Process the launcher's lines. For ``KEY VALUE``, set the key; for ``!TEXT``, print the text."""
     from asyncdist import local_host
 
     for line in lines:

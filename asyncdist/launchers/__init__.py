@@ -1,1 +1,1 @@
-"""Detects launchers such as mpirun, torchrun and srun, and reads their variables, signals and rendezvous addresses."""
+"""Detects launchers (mpirun, torchrun, srun), and handles their variables, signals and rendezvous addresses."""

@@ -12,7 +12,7 @@ from asyncdist.local_host import LaunchError
 
 #: File with Linux's ephemeral port range.
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-#: File whose content identifies the host until it restarts, and is the same in all containers on the host.
+#: File whose content identifies a host until the host restarts. All containers on the host see the same content.
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 #: First ephemeral port according to RFC 6335.
 _RFC_6335_FIRST: Final = 49152
@@ -25,7 +25,7 @@ _DRAW_COUNT: Final = 64
 
 
 def describe_host() -> str:
-    """Return a string that differs between hosts, and between containers with hostnames of their own."""
+    """Return a string that differs between hosts, and between containers with different hostnames."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = _BOOT.read_text().strip()
@@ -33,7 +33,7 @@ def describe_host() -> str:
 
 
 def check_address(name: str, address: str) -> None:
-    """Raise a ValueError that names the setting ``name`` unless ``address`` resolves to a host."""
+    """Raise ValueError unless ``address`` resolves to a host. The error names the setting ``name``."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -82,7 +82,7 @@ def find_free_port() -> int:
 
 
 def _lowest_ephemeral_port() -> int:
-    """Return the kernel's lowest ephemeral port, or RFC 6335's if the kernel's is unknown."""
+    """Return the kernel's lowest ephemeral port. If it is unknown, return the lowest one of RFC 6335."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -100,7 +100,7 @@ def probe_port(port: int) -> None:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only on this address; None for a name, another host's address or a used port."""
+    """Return a socket that listens only on this address, or None for a name, another host's address or a used port."""
     host = "127.0.0.1" if address.lower() == "localhost" else address
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
@@ -111,7 +111,7 @@ def listen_at(address: str, port: int) -> socket.socket | None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
-    except OSError:  # the port is in use, or the address is not an interface's, as behind a gateway
+    except OSError:  # the port is in use, or no interface has the address (for example, behind a gateway)
         listener.close()
         return None
     return listener

@@ -1,8 +1,9 @@
-"""Lists the transports, with the launchers and the options of ``asyncdist run`` that belong to each transport.
+"""Lists the transports, with each transport's launchers and options of ``asyncdist run``.
 
-The functions that open, start and check a transport are in ``OPENERS`` of :mod:`asyncdist.transports.select`,
-``RUNNERS`` of :mod:`asyncdist.launch.run_command`, and ``RENDEZVOUS`` of :mod:`asyncdist.launch.doctor`, keyed by the
-transport's name. An open transport lists its capabilities (:mod:`asyncdist.transports.base`).
+Three dictionaries, keyed by the transport's name, contain the functions that open a transport (``OPENERS`` of
+:mod:`asyncdist.transports.select`), start its ranks (``RUNNERS`` of :mod:`asyncdist.launch.run_command`) and check its
+rendezvous (``RENDEZVOUS`` of :mod:`asyncdist.launch.doctor`). An open transport lists its capabilities
+(:mod:`asyncdist.transports.base`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple
 
 
 class RankVariables(NamedTuple):
-    """Names of the variables by which a launcher describes a rank, or "" for a variable that it does not set."""
+    """Names the environment variables by which a launcher describes a rank; "" for a variable that it does not set."""
 
     size: str
     rank: str
@@ -28,10 +29,10 @@ class Backend:
     Attributes:
         variables: Names of the variables that describe a rank, for each kind of launcher.
         launchers: Launchers, keyed by the variable that identifies them (``Launch.source``).
-        names: Names of variables that the launchers set for a rank, which a new job must not inherit.
-        prefixes: Prefixes of further such variables. Users' own variables must not begin with them.
+        names: Names of the variables that the launchers set for a rank and that a new job must not inherit.
+        prefixes: Prefixes of other variables of this kind. Users' own variables must not begin with them.
         is_run: Whether ``asyncdist run`` starts ranks on this transport.
-        run_options: Options of ``asyncdist run`` that this transport supports, but others do not.
+        run_options: Options of ``asyncdist run`` that only some transports support, including this one.
     """
 
     variables: Sequence[RankVariables] = ()
@@ -42,7 +43,7 @@ class Backend:
     run_options: Sequence[str] = ()
 
     def sets(self, name: str) -> bool:
-        """Return whether the launchers may have set the variable ``name`` for a rank."""
+        """Return whether one of the launchers may have set the variable ``name`` for a rank."""
         return name in self.names or name.startswith(tuple(self.prefixes))
 
 

@@ -1,6 +1,6 @@
-"""Chooses the variables that a rank's child processes, training libraries and new jobs see.
+"""Chooses the environment variables that a rank's child processes, training libraries and new jobs see.
 
-A training library or a child process that sees a launcher's variables would act as if it were a rank of the job.
+If a training library or a child process saw a launcher's variables, it would act as if it were a rank of the job.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asyncdist.rank_program import SURVIVAL_VARIABLE
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 #: Prefix of users' settings that also begin with the launchers' prefix PMIX_.
 _MPI_SETTINGS: Final = "PMIX_MCA_"
-#: Variables from which a training library would conclude that it may use all ranks for one training, in addition to
-#: torchrun's, and prefixes of such variables.
+#: Variables, in addition to torchrun's, from which a training library would conclude that it may use all ranks for one
+#: training run, and prefixes of such variables.
 _RANK_NAMES: Final = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 _RANK_PREFIXES: Final = (
     *("OMPI_COMM_WORLD_", "PALS_", "MV2_COMM_WORLD_"),
@@ -33,7 +33,7 @@ _shown: dict[str, str] = {}
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a new job, without the launcher's variables if this process is a rank of another job.
+    """Return ``environ`` for a new job. If this process is a rank of another job, omit that job's launcher variables.
 
     Variables that users set for libraries are removed only if the launcher may have set them. Examples are MASTER_ADDR
     in a torch rank, and the variable of ``mpirun --with-ft`` in an MPI rank.
@@ -55,7 +55,7 @@ def for_ranks(
 ) -> dict[str, str]:
     """Return the environment of a new job's ``ranks`` ranks on one host, without an outer launcher's variables.
 
-    OMP_NUM_THREADS is ``threads`` if not None, else the user's value, else a rank's share of the host's ``cores``.
+    OMP_NUM_THREADS is ``threads`` if given, otherwise the user's value, otherwise ``cores`` divided among the ranks.
     """
     share = max(1, (cores or local_host.available_cores()) // ranks)
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -69,7 +69,7 @@ def hide_secret() -> None:
 
 
 def hide_ranks() -> None:
-    """Remove the variables that would make a training library use all ranks. :func:`ranks_shown` restores them.
+    """Remove the variables that would make training libraries use all ranks. :func:`ranks_shown` restores them.
 
     Variables that :func:`show_as_ranks` has set remain.
     """
@@ -95,13 +95,13 @@ def ranks_shown() -> Iterator[None]:
 
 
 def show_as_ranks(variables: Mapping[str, str]) -> None:
-    """Set launcher variables for a training library, instead of the hidden ones."""
+    """Set launcher variables for a training library, instead of the variables that :func:`hide_ranks` has removed."""
     _shown.update(variables)
     os.environ.update(variables)
 
 
 def become_rank() -> None:
-    """Hide the variables that would make MPI mistake child processes for this rank.
+    """Hide the environment variables that would make MPI mistake child processes for this rank.
 
     ``os.environ`` keeps them for libraries in this process, but children do not inherit them. A data loader worker that
     imports mpi4py.MPI, which initializes MPI, is then a world of one rank.
@@ -119,6 +119,6 @@ def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _place(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables, as ``NAME=VALUE``, that identify an MPI rank among the ranks of nested jobs."""
+    """Return the variables that identify an MPI rank among the ranks of nested jobs, each as ``NAME=VALUE``."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return {f"{name}={environ[name]}" for name in names if environ.get(name)}

@@ -1,4 +1,4 @@
-"""Detects which launcher started this process, and reads this process's rank among the ranks on its host.
+"""Detects which launcher started this process, and reads the process's rank on its host.
 
 :func:`detect` chooses the transport for ``transport="auto"``.
 """
@@ -19,14 +19,14 @@ from asyncdist.launchers.variables import NO_LAUNCHER, TORCH_NAMES, Launch, Vari
 
 #: Source of a :class:`Launch` if the program itself has created a process group.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: Variables by which launchers describe a rank. torchrun's are first, because mpirun may start one torchrun per host.
+#: Variables with which launchers describe a rank. torchrun's are first, because mpirun may start one torchrun per host.
 _RANK_VARIABLES: Final = [
     each for name in sorted(BACKENDS, key=lambda name: name != "torch") for each in BACKENDS[name].variables
 ]
 
 
 def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = ("auto", *BACKENDS)) -> None:
-    """Raise ValueError unless ``name``, the value of the option or variable ``what``, is an allowed transport."""
+    """Raise ValueError unless ``name`` is an allowed transport. It is the value of the option or variable ``what``."""
     if name in allowed:
         return
     hint = ""
@@ -36,7 +36,7 @@ def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str
 
 
 def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
+    """Return the transport of the ranks that ``asyncdist run`` starts, and these ranks' environment variables.
 
     ``named``, the value of ``--transport``, overrides ASYNCDIST_TRANSPORT. The ranks' environment lacks
     ASYNCDIST_TRANSPORT, because ranks detect their launcher by its variables. Raises ValueError if ``asyncdist run``
@@ -62,8 +62,8 @@ def detect(
     Args:
         wanted: Requested transport, or ``"auto"`` to use ASYNCDIST_TRANSPORT if set. Variables of launchers for other
             transports are ignored.
-        group: Rank and size in the process group that the program has created, if any. Used if no launcher's variables
-            are set.
+        group: This process's rank in the process group that the program has created, and the group's size; None without
+            a group. Used if no launcher's variables are set.
 
     Raises:
         ValueError: Variables are not numbers, are missing, or contradict each other. The error names all of them.
@@ -121,7 +121,7 @@ def _refuse_unconnected_tasks(variables: Variables) -> None:
 
 
 def described_launch(transport: str, variables: Variables) -> Launch | None:
-    """Read how this process was started from the variables of a transport's launchers. Return None if none are set."""
+    """Describe this process's launch by the variables of a transport's launchers. Return None if none are set."""
     found = [
         launch
         for names in BACKENDS[transport].variables
@@ -141,7 +141,7 @@ def described_launch(transport: str, variables: Variables) -> Launch | None:
 
 
 def _read_launch(transport: str, variables: Variables, names: RankVariables) -> Launch | None:
-    """Describe the launch by one launcher's variables for size and rank. Return None if neither variable is set."""
+    """Describe this process's launch by one launcher's variables for size and rank. Return None if neither is set."""
     if not (variables.has(names.size) or variables.has(names.rank)):
         return None
     size, rank = variables.place(names.size, names.rank)
@@ -152,7 +152,7 @@ def _read_launch(transport: str, variables: Variables, names: RankVariables) -> 
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:
-    """Describe a launch on MPI by PMIX_RANK, or by a Slurm step with several tasks. Return None without these."""
+    """Describe a launch on MPI by PMIX_RANK or by a Slurm step with several tasks. Return None if there is neither."""
     step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
     if rank is not None:
@@ -180,7 +180,7 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this rank's launcher reports killed ranks to the user, unlike Slurm and Kubernetes."""
+    """Return whether this rank's launcher reports killed ranks to the user. Slurm and Kubernetes do not."""
     name = "TORCHELASTIC_RUN_ID"
     return bool(environ.get(name)) or name in child_environment.hidden or multiprocessing.parent_process() is not None
 
@@ -201,9 +201,10 @@ def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
-    """Return one rank's share of this host's cores, by default of the cores that this process may use.
+    """Return the number of threads for one rank: this host's cores divided by its number of ranks.
 
-    Return None, for no limit, if OMP_NUM_THREADS is set, or if no other rank is known to be on the host.
+    By default, only the cores that this process may use are counted. Return None (no limit) if OMP_NUM_THREADS is set,
+    or if no other rank is known to be on the host.
     """
     if environ.get("OMP_NUM_THREADS"):
         return None
@@ -217,11 +218,11 @@ def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_started_by_trainer() -> bool:
-    """Return whether a trainer has started this process, as Lightning does for each device except the first."""
+    """Return whether a trainer has started this process. Lightning starts one for each device except the first."""
     own = any(os.environ.get(name) or name in child_environment.hidden for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     return os.environ.get("LOCAL_RANK", "0") != "0" and not own and not any(map(BACKENDS["mpi"].sets, os.environ))
 
 
 def is_started_by_accelerate() -> bool:
-    """Return whether ``accelerate launch`` has started this process. For one process, it sets no rank variables."""
+    """Return whether ``accelerate launch`` has started this process. It sets no rank variables for a single process."""
     return "ACCELERATE_DYNAMO_BACKEND" in os.environ

@@ -13,7 +13,7 @@ from asyncdist.trust.job_secret import JobSecret
 
 
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
-    """Return the rendezvous described by the variables of torchrun or srun.
+    """Return the rendezvous that the environment variables of torchrun or srun describe.
 
     Raise ValueError if variables are missing, are not numbers or contradict each other. The error names all of them.
     Also raise ValueError if MASTER_ADDR cannot be resolved, or rank 0 of a Slurm step is not on that host.
@@ -36,7 +36,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     if launch.expected_size > 1:
         addresses.check_address("MASTER_ADDR", environ["MASTER_ADDR"])
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    if environ.get(environment.RUN_VARIABLE, run_id) != run_id:  # a rank of another job has started this job
+    if environ.get(environment.RUN_VARIABLE, run_id) != run_id:  # this job was started by a rank of another job
         environ = {name: text for name, text in environ.items() if name not in environment.OF_RUN}
         variables = Variables(environ)
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the same comparison as in torch.distributed
@@ -70,7 +70,7 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def secret_of_job(address: str, port: int, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
-    """Return the secret of a job whose store is at ``address`` and ``port`` ("" and 0 if the store has no port).
+    """Return the secret of a job, given the address and port of its store ("" and 0 if the store has no port).
 
     For a job on one host, the default is derived from the secret that the user's processes share.
     """

@@ -14,9 +14,9 @@ from typing import Final
 ENDING_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 #: Maximum seconds for ranks to end after a signal that stops them. Ranks that still run are then killed.
 STOP_S: Final = 10.0
-#: Seconds after the first ending signal in which ranks take further signals for copies of it.
+#: Seconds after the first ending signal during which ranks treat further signals as copies of it.
 COPIES_S: Final = 1.0
-#: Seconds that a signal may need from the launcher to a rank.
+#: Seconds that a signal may take to reach a rank from the launcher.
 _DELIVERY_S: Final = 0.1
 #: Signal that requests a report of each rank's state.
 STORY_SIGNAL: Final = signal.SIGUSR1
@@ -44,14 +44,14 @@ def signal_name(number: int) -> str:
 def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
     """Call ``put`` for each signal of :data:`PASSED_ON_SIGNALS` that arrives during the ``with`` block.
 
-    Signals that are already ignored, such as SIGHUP under ``nohup``, remain ignored. On Linux, this thread blocks the
-    signals. So do processes that it starts, until they reset their signal mask.
+    Signals that are already ignored, such as SIGHUP under ``nohup``, remain ignored. On Linux, the signals are blocked
+    in this thread and in processes that it starts, until they reset their signal mask.
 
     The terminal signals this process once for each Ctrl-C. A second Ctrl-C is therefore not a copy of the first signal.
-    ``put`` is called for it only after ``COPIES_S``, when the ranks no longer take it for a copy.
+    ``put`` is called for it only after ``COPIES_S`` seconds, when the ranks no longer treat it as a copy.
 
     Args:
-        put: Function called with the signal's number, and with whether the kernel has also sent the signal to the
+        put: Function called with the signal's number and a bool: whether the kernel has also sent the signal to the
             terminal's foreground processes. It runs in another thread, or in a signal handler if the system has no
             ``sigwaitinfo``.
     """
@@ -106,7 +106,7 @@ def has_reached_foreground(came: signal.struct_siginfo) -> bool:
 
 
 def is_in_foreground() -> bool:
-    """Return whether this process is among the foreground processes of its terminal, which the terminal signals."""
+    """Return whether this process is in the foreground of its terminal, which sends signals to such processes."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:  # it has no terminal
@@ -127,9 +127,9 @@ def stop_with_ranks(number: int) -> None:
 
 @contextlib.contextmanager
 def heeding_children() -> Iterator[None]:
-    """Let this process read its children's exit codes, even if it was started with SIGCHLD ignored.
+    """During the ``with`` block, let this process read its children's exit codes, even if it ignores SIGCHLD.
 
-    If SIGCHLD is ignored, raises RuntimeError outside the main thread, which alone can change the signal's handler.
+    If SIGCHLD is ignored, only the main thread can change this, so other threads raise RuntimeError.
     """
     if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         yield

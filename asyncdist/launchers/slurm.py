@@ -19,7 +19,7 @@ from asyncdist.launchers.variables import Variables, number
 SIZE_VARIABLE: Final = "SLURM_STEP_NUM_TASKS"
 #: Variables that identify ranks started by srun, with or without PMIx.
 _SOURCES: Final = (SIZE_VARIABLE, "PMIX_RANK")
-#: Lowest step number of batch and interactive shells, which Slurm also runs as steps.
+#: Lowest step number of batch and interactive shells, which are steps in Slurm, too.
 _FIRST_SHELL_STEP: Final = 0xFFFFFFF0
 #: Lowest port. With ``_PORT_COUNT`` ports, all are below Linux's ephemeral ports, which begin at 32768.
 _FIRST_PORT: Final = 15000
@@ -28,7 +28,7 @@ _LIST_TIMEOUT_S: Final = 10.0
 
 
 def find_step(variables: Variables) -> tuple[int, int] | None:
-    """Return (size, rank) in a step of several tasks; None for a single task or a shell of sbatch or salloc."""
+    """Return this task's (size, rank) in its step, or None for a single task or a shell of sbatch or salloc."""
     step = variables.number("SLURM_STEP_ID") or 0
     if not (variables.has(SIZE_VARIABLE) and variables.has("SLURM_PROCID")) or step >= _FIRST_SHELL_STEP:
         return None
@@ -47,7 +47,7 @@ def speaks_pmix(environ: Mapping[str, str]) -> bool:
 
 
 def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
-    """Return whether srun, and not mpirun, set the variable ``source``.
+    """Return whether the variable ``source`` was set by srun and not by mpirun.
 
     With pmi2, srun sets the same variables as MPICH's mpirun, which may use srun to start one proxy per host.
     """
@@ -80,7 +80,7 @@ def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
 
 
 def why_no_rank_0(environ: Mapping[str, str]) -> str:
-    """Return why rank 0 may not be on the rendezvous host, or "" if the user has set MASTER_ADDR."""
+    """Return the reason why rank 0 may not be on the rendezvous host, or "" if the user has set MASTER_ADDR."""
     if environ.get("MASTER_ADDR"):
         return ""
     nodelist = environ.get("SLURM_STEP_NODELIST", "")
@@ -92,7 +92,7 @@ def why_no_rank_0(environ: Mapping[str, str]) -> str:
 
 
 def port(job: int, step: int) -> int:
-    """Return a step's port. The first hundred steps of a hundred successive jobs have different ports."""
+    """Return the port of a step's store. The first hundred steps of a hundred successive jobs have different ports."""
     return _FIRST_PORT + (job * 101 + step) % _PORT_COUNT
 
 
@@ -103,9 +103,9 @@ def first_host(nodelist: str) -> str:
 
 
 def local_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of tasks of a step on this host, or None outside of steps.
+    """Return the number of a step's tasks on this host, or None if this process does not belong to a step.
 
-    Slurm lists the numbers of all hosts. ``2(x3),1`` means three hosts with two tasks each, then a host with one.
+    Slurm lists the numbers for all hosts: ``2(x3),1`` means three hosts with two tasks each, then one with one task.
     """
     counts: list[int] = []
     for text in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
@@ -118,7 +118,7 @@ def local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def list_plugins() -> list[str]:
-    """Return the MPI plugins listed by ``srun --mpi=list``; [] if there is no srun, or it fails or does not respond."""
+    """Return the MPI plugins listed by ``srun --mpi=list``. Return [] if srun is missing, fails or does not respond."""
     srun = environment.find_program("srun")
     if srun is None:
         return []

@@ -1,4 +1,4 @@
-"""Reads numbers from launchers' variables, and describes a launch and its rendezvous."""
+"""Reads numbers from launchers' environment variables, and defines the description of a launch and its rendezvous."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_LAUNCHER: Final = "no launcher"
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """Return a variable's value. Raise a ValueError that names the variable unless it is an integer >= 0."""
+    """Return an environment variable's value. Raise ValueError, which names it, unless the value is an integer >= 0."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise ValueError(f"the variable {name} must be an integer >= 0, got {text!r}")
@@ -24,7 +24,7 @@ def number(environ: Mapping[str, str], name: str) -> int:
 
 
 class Variables:
-    """Reads numbers from environment variables, and collects all problems, to report them in one error."""
+    """Reads numbers from environment variables, and collects all problems so that one error can report them."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.values = environ
@@ -46,7 +46,7 @@ class Variables:
             return None
 
     def require(self, names: Sequence[str], *, because: str) -> None:
-        """Record a problem if any of the variables ``names`` is missing although the variable ``because`` is set."""
+        """Record a problem if the variable ``because`` is set but one of the variables ``names`` is missing."""
         missing = [name for name in names if not self.has(name)]
         if missing:
             verb = "are" if len(missing) > 1 else "is"
@@ -56,7 +56,7 @@ class Variables:
             )
 
     def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """Return a size and a rank, each None if unset. Unless ``alone``, record a problem if only one is set."""
+        """Return a size and a rank, each None if unset. Record a problem if only one is set and ``alone`` is false."""
         for present, missing in ((size_name, rank_name), (rank_name, size_name)):
             if self.has(present) and not self.has(missing) and not alone and present not in TORCH_NAMES:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")
@@ -79,7 +79,7 @@ class Launch:
 
     Attributes:
         transport: Transport for the launcher's ranks.
-        expected_size: Number of ranks according to the launcher; None if unknown.
+        expected_size: Number of ranks that the launcher states; None if unknown.
         source: Environment variable by which the launcher was recognised, or ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
     """
 
@@ -95,10 +95,10 @@ class TorchRendezvous:
 
     Attributes:
         is_store_served: Whether the launcher serves the store, like torchrun's agent, instead of rank 0.
-        incarnation: Number of earlier processes that had this rank.
-        admits_restarted: Whether restarted or new ranks may join the world later.
+        incarnation: Number of earlier processes of this rank.
+        admits_restarted: Whether restarted ranks and new processes may join the world later.
         job: Launcher's name for the job.
-        empty_count: Number of ranks, counted from the highest, without a process when the world opens.
+        empty_count: Number of ranks, always the highest ones, that have no process when the world opens.
         why_missing: Reason, for errors, why rank 0 may be at another address; "" if none is known.
         is_loopback: Whether all ranks are on this host, including those that join later.
     """

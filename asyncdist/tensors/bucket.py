@@ -1,6 +1,6 @@
 """Copies a model's tensors into one flat tensor and back, piece by piece.
 
-Each piece is copied just before it is sent and just after it is reduced, while it is in the CPU's cache.
+Each piece is copied just before it is sent and just after it was reduced, while it is in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors  # It creates 200 views in half the time of a loop.
+from torch._utils import _unflatten_dense_tensors  # This function creates 200 views in half the time of a loop.
 
 from asyncdist.host_memory.shared_memory import SharedMemory
 
@@ -21,9 +21,9 @@ class Bucket:
 
     Args:
         flat: 1-D tensor of the tensors' dtype or a wider dtype.
-        pairs: Pairs of a tensor, in any memory layout and on any device, and its view of ``flat``. The views leave no
-            gaps.
-        memory: Memory shared by the host's ranks that begins with ``flat``, or None if ``flat`` is not shared.
+        pairs: Pairs of a tensor, in any memory layout and on any device, and its view of ``flat``. There are no gaps
+            between the views.
+        memory: Memory that the host's ranks share and that begins with ``flat``, or None if ``flat`` is not shared.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Bucket:
 
     @torch.no_grad()
     def copy_out(self, start: int, values: Tensor) -> None:
-        """Write 1-D ``values`` into the tensors, beginning at offset ``start``, without changing the flat tensor.
+        """Write 1-D ``values`` into the tensors, starting at offset ``start``, without changing the flat tensor.
 
         Offsets must be passed in ascending order. A non-contiguous tensor is written when its last values arrive.
         """
@@ -82,9 +82,9 @@ class Bucket:
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Restore the tensors' values from before the first :meth:`copy_out`. Later calls of either method do nothing.
+        """Restore the tensors' values from before the first :meth:`copy_out`. Later calls of both methods do nothing.
 
-        Elements that are not in the flat tensor yet are copied into it, because the other ranks still need them.
+        Elements that are not in the flat tensor yet are first copied into it, because the other ranks still need them.
         """
         if self._is_rolled_back:
             return
@@ -114,7 +114,7 @@ class Bucket:
             self._rest = None
 
     def _whole(self, start: int, end: int) -> tuple[int, int]:
-        """Return the half-open range of indices of the tensors that lie entirely between two offsets."""
+        """Return the half-open range of the indices of tensors that lie entirely between two offsets."""
         return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:

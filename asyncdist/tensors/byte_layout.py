@@ -1,6 +1,6 @@
 """Lays out a model's flat state in one block of memory, which other ranks read in chunks.
 
-Each dtype has one aligned segment. The averaged dtypes are first, so that a rank can read only these as a prefix.
+Each dtype has one aligned segment. The averaged dtypes come first, so a rank that needs only these reads a prefix.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from asyncdist.tensors.byte_views import dtype_name
 from asyncdist.tensors.flat_state import Entry, FlatBuffers
 
-#: Alignment of segments in bytes: a cache line, and a multiple of every element size.
+#: Alignment of segments in bytes: the size of a cache line, which is a multiple of every element size.
 ALIGNMENT_NBYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a chunk, or of the whole block, whose elements all have the same dtype.
+    """Describes a part of a chunk, or of the whole block, whose elements all have the same dtype.
 
     Attributes:
         first: Index of the piece's first element in the flat tensor of this dtype.
         offset: Offset of the piece in the chunk, in bytes.
-        averaged: Whether the elements are averaged instead of copied from the best rank.
+        averaged: Whether the elements are averaged (and not copied from the best rank).
     """
 
     dtype: torch.dtype
@@ -41,16 +41,16 @@ class Piece:
         return self.offset + self.count * self.dtype.itemsize
 
     def of_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return the piece as a view of a chunk (1-D uint8), in the piece's dtype."""
+        """Return a view, in the piece's dtype, of the piece in a chunk (1-D uint8)."""
         return chunk[self.offset : self.end].view(self.dtype)
 
     def of_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the piece as a view of the flat tensor of its dtype."""
+        """Return a view of the piece in the flat tensor of its dtype."""
         return flat[self.first : self.first + self.count]
 
 
 class Packing:
-    """The layout of a model's flat state in one block of memory, with one segment per dtype.
+    """Describes the layout of a model's flat state in one block of memory, with one segment per dtype.
 
     Attributes:
         nbytes: Size of the block in bytes, including the padding between segments.
@@ -81,7 +81,7 @@ class Packing:
         return FlatBuffers.of(self._entries, {segment.dtype: segment.of_chunk(memory) for segment in segments})
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
-        """Yield the pieces between two byte offsets. Each offset is a multiple of ``ALIGNMENT_NBYTES`` or the end."""
+        """Yield the pieces between two byte offsets, each of which is a multiple of ``ALIGNMENT_NBYTES`` or the end."""
         for segment in self._segments:
             first, last = max(start, segment.offset), min(end, segment.end)
             if first < last:

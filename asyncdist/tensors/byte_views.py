@@ -1,7 +1,7 @@
 """Views tensors as bytes, for all code that sends, stores or receives tensors.
 
-There are three pitfalls. A contiguous tensor may have any stride in a dimension of size 1. Its conjugation or negation
-may be pending. NumPy supports neither bfloat16 nor float8.
+There are three pitfalls: in a dimension of size 1, a contiguous tensor may have any stride; a conjugation or negation
+of its values may be pending; and NumPy supports neither bfloat16 nor float8.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def oddity_of(tensor: Tensor) -> str | None:
 
 
 def check_dense(tensor: Any, name: str = "tensor") -> None:
-    """Raise TypeError, with ``name`` in its message, unless ``tensor`` is a dense tensor."""
+    """Raise TypeError, with ``name`` in the message, unless ``tensor`` is a dense tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a dense tensor, got a {type(tensor).__qualname__}")
     oddity = oddity_of(tensor)
@@ -42,7 +42,7 @@ def check_dense(tensor: Any, name: str = "tensor") -> None:
 
 
 def check_writable(tensor: Any, name: str = "tensor") -> None:
-    """Raise TypeError unless ``tensor`` is a dense tensor, or ValueError if several elements share memory."""
+    """Raise TypeError if ``tensor`` is not a dense tensor, or ValueError if several of its elements share memory."""
     check_dense(tensor, name)
     shape, strides = tuple(tensor.shape), tensor.stride()
     if tensor.numel() and any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
@@ -68,7 +68,8 @@ def byte_view(tensor: Tensor) -> memoryview:
         )
     if not tensor.nbytes:
         return memoryview(bytearray())
-    # detach and view(torch.uint8) are avoided, because each takes microseconds right after a transfer (cold caches).
+    # detach and view(torch.uint8) are avoided, because each takes microseconds right after a transfer, when the caches
+    # are cold.
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:

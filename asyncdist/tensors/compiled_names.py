@@ -1,7 +1,7 @@
-"""Removes the prefixes that :func:`torch.compile` adds to names, so that states of compiled and plain models are alike.
+"""Removes the prefixes that :func:`torch.compile` adds to names, so that compiled and plain models have equal names.
 
 The wrapper of a compiled module holds the module as ``_orig_mod``, which becomes a part of all names inside it. The
-wrapper of Lightning's Fabric holds it under two names, which it removes from the names of its state dict only.
+wrapper of Lightning's Fabric holds it under two names, which Fabric removes only from the names in its state dict.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PREFIX: Final = re.compile(r"(?<![^.])(_orig_mod|_forward_module|_original_modu
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a tensor or module has without the wrappers of :func:`torch.compile` and Fabric."""
+    """Return the name that a tensor or module would have without the wrappers of :func:`torch.compile` and Fabric."""
     return _PREFIX.sub("", name).removesuffix(".")
 
 
 def plain_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's state dict with plain names."""
+    """Return a model's state dict with the names of the unwrapped model."""
     plain = OrderedDict((plain_name(name), value) for name, value in state.items())
-    if len(plain) < len(state):  # the model has modules of this name that torch.compile has not made
+    if len(plain) < len(state):  # the model has modules with this name that torch.compile has not made
         return state
     return _with_versions(plain, {plain_name(name): version for name, version in _versions(state).items()})
 
@@ -41,7 +41,7 @@ def state_for(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the version numbers of modules, which ``load_state_dict`` reads, by the modules' names."""
+    """Return the modules' version numbers, which ``load_state_dict`` reads, by module name."""
     return getattr(state, "_metadata", {})
 
 

@@ -1,10 +1,10 @@
-"""Represents a model's state as a few contiguous tensors, to snapshot, send, average and restore it.
+"""Represents a model's state as a few contiguous tensors, in order to snapshot, send, average and restore it.
 
 `FlatState` copies between a model's parameters and persistent buffers and `FlatBuffers`, which contain one 1-D tensor
-per dtype. Weights are written in place, so that the model's tensors remain the same objects.
+per dtype. Weights are written in place, so the model's tensors remain the same objects.
 
 - Tensors that share memory are one entry with several names. Entries never overlap.
-- The layout depends only on names, shapes and dtypes, so equal fingerprints mean equal layouts.
+- The layout depends only on names, shapes and dtypes, so equal fingerprints imply equal layouts.
 - Every arithmetic step is elementwise and rounded separately, so results do not depend on the chunk size.
 """
 
@@ -47,12 +47,12 @@ _CHANGED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter or buffer of the model, and its place in the flat tensors.
+    """Describes a parameter or buffer of the model, and its place in the flat tensors.
 
     Attributes:
         names: All names, in the order of the modules. Tied weights have several.
-        averaged: Whether the values are averaged (floating and complex dtypes). Other values (integers and bool) are
-            copied from the best rank.
+        averaged: Whether the values are averaged (floating and complex dtypes). All other values (integers and bool)
+            are copied from the best rank.
         offset: Index of the first element in the flat tensor of this dtype.
     """
 
@@ -75,7 +75,7 @@ class Fingerprint:
 
     @classmethod
     def from_text(cls, text: str) -> "Fingerprint":
-        """Return the fingerprint that `to_text` wrote as JSON. Raise ValueError for other strings."""
+        """Return the fingerprint that `to_text` wrote as JSON. Raise ValueError for any other string."""
         try:
             lines = tuple((tuple(names), tuple(map(int, shape)), dtype) for names, shape, dtype in json.loads(text))
             known = {name for line in lines for name in line[0]}
@@ -119,12 +119,12 @@ def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class FlatBuffers:
-    """One contiguous 1-D tensor for each dtype of a model, and a view of each entry.
+    """Holds one contiguous 1-D tensor for each dtype of a model, and a view of each entry.
 
     Attributes:
-        tensors: Flat tensor for each dtype of the model, in the same order on all ranks. A tensor for sums may have a
-            wider dtype than its key.
-        views: View of each entry's elements, in the entry's shape.
+        tensors: Flat tensor for each dtype of the model, in the same order on all ranks. If it is for sums, it may have
+            a wider dtype than its key.
+        views: View of each entry's elements, with the entry's shape.
     """
 
     entries: tuple[Entry, ...]
@@ -133,7 +133,7 @@ class FlatBuffers:
 
     @classmethod
     def of(cls, entries: tuple[Entry, ...], tensors: Mapping[torch.dtype, Tensor]) -> "FlatBuffers":
-        """Return buffers with a view of each entry in these flat tensors."""
+        """Return buffers that consist of these flat tensors and a view of each entry in them."""
         flats = (tensors[each.dtype][each.offset : each.offset + math.prod(each.shape)] for each in entries)
         return cls(entries, tensors, tuple(flat.view(each.shape) for flat, each in zip(flats, entries, strict=True)))
 
@@ -147,29 +147,29 @@ class FlatBuffers:
         return {dtype: tensor for dtype, tensor in self.tensors.items() if _is_averaged(dtype)}
 
     def exact(self) -> dict[torch.dtype, Tensor]:
-        """Return the flat tensors to copy from the best rank instead of averaging them, by dtype."""
+        """Return the flat tensors that are copied from the best rank instead of being averaged, by dtype."""
         return {dtype: tensor for dtype, tensor in self.tensors.items() if not _is_averaged(dtype)}
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return the flat tensors by the name of the model's dtype, such as `"float32"`."""
+        """Return the flat tensors, keyed by the name of the model's dtype, such as `"float32"`."""
         return {dtype_name(dtype): tensor for dtype, tensor in self.tensors.items()}
 
 
 class FlatState:
     """Copies a model's parameters and persistent buffers to and from flat tensors.
 
-    Each copy looks up the model's tensors again, which takes a millisecond for a thousand modules. A module may replace
-    a buffer in its forward, and a user may replace `p.data` or a submodule. If names, shapes, dtypes or sharing have
-    changed, an error is raised.
+    Each copy looks up the model's tensors again, which takes a millisecond for a thousand modules. This is necessary,
+    because a module may replace a buffer in its forward, and a user may replace `p.data` or a submodule. If names,
+    shapes, dtypes or the sharing of memory have changed, an error is raised.
 
     Args:
-        model: Module to copy, not changed by the constructor.
-        takes_shards: Whether DTensors are allowed. The state contains only this rank's shard of each.
-        trained_only: Whether to omit parameters that require no gradient, which must be equal on all ranks.
-        states: Optimizer states to average with the weights, as the last entries.
+        model: Module whose state is copied. The constructor does not change it.
+        takes_shards: Whether DTensors are allowed. Of each DTensor, the state contains only this rank's shard.
+        trained_only: Whether to omit parameters that require no gradient. These must be equal on all ranks.
+        states: Optimizer states to average with the weights. They become the last entries.
 
     Attributes:
-        fingerprint: Identity of the layout. For a DTensor it includes the placement and the global shape.
+        fingerprint: Identity of the layout. For a DTensor, it includes the placement and the global shape.
         sizes: Number of elements of each dtype, in the order of the flat tensors.
         mesh_ranks: Global torch.distributed ranks over which entries are sharded, or empty if no entry is sharded.
 
@@ -244,7 +244,7 @@ class FlatState:
         return list(shared.values())
 
     def follow(self, model: nn.Module) -> None:
-        """Use ``model`` instead of the current model from now on. It must have the same layout."""
+        """From now on, use ``model`` instead of the current model. It must have the same layout."""
         self._model = model
 
     @property
@@ -266,7 +266,7 @@ class FlatState:
             accumulate: Whether to widen floating dtypes to at least float32, and complex dtypes to at least complex64,
                 so that the buffers can hold sums.
             device: Device of the buffers. Host memory is pinned if the model is in CUDA memory.
-            new: Function to use instead of `torch.zeros(size, dtype=...)` if the model is in host memory. It need not
+            new: Function to call instead of `torch.zeros(size, dtype=...)` if the model is in host memory. It need not
                 initialise the memory.
         """
         pinned = bool(self._devices) and torch.device(device).type == "cpu"
@@ -287,7 +287,7 @@ class FlatState:
             torch._foreach_copy_(into.views, tensors)
 
     def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
-        """Start to copy the model's current state into buffers in host memory.
+        """Start copying the model's current state into buffers in host memory.
 
         If the memory is pinned, the call does not wait for a device. CUDA tensors are copied on a separate stream,
         after the work already queued on the current stream. Work queued later waits for the copy, so that the next
@@ -326,19 +326,19 @@ class FlatState:
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
         """Write a state into the model's tensors, in place.
 
-        Averaged entries become momentum * own + (1 - momentum) * average, where own is the model's current value. Both
-        products and the sum are rounded separately in the accumulation dtype. The sum is clamped to the interval
-        between own and average, and rounded to the entry's dtype. Equal values therefore remain equal, and finite
-        values remain finite. Momentum 0 copies the average bit for bit, and momentum 1 keeps the model's values.
-        Integer and bool entries are always copied.
+        Averaged entries become ``momentum * own + (1 - momentum) * average``, where ``own`` is the model's current
+        value. Both products and the sum are rounded separately in the accumulation dtype. The sum is clamped to the
+        interval between ``own`` and ``average``, and rounded to the entry's dtype. Equal values therefore remain equal,
+        and finite values remain finite. Momentum 0 copies the average bit for bit, and momentum 1 keeps the model's
+        values. Integer and bool entries are always copied.
 
         Args:
-            buffers: A snapshot or a mean, not changed.
+            buffers: A snapshot or a mean. It is not changed.
             momentum: Weight of the model's own values, from 0 to 1.
 
         Raises:
-            ValueError: Momentum is out of range, the buffers were made for a different layout, or the model's layout
-                has changed. The model is unchanged.
+            ValueError: ``momentum`` is out of range, the buffers were made for a different layout, or the model's
+                layout has changed. The model is unchanged.
         """
         if not 0.0 <= momentum <= 1.0:
             raise ValueError(f"momentum must be from 0 to 1, got {momentum!r}")
@@ -357,7 +357,7 @@ class FlatState:
                 torch._foreach_copy_(tensors, views)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the optimizer has only parameters of this model, and does not update them in backward hooks.
+        """Check that the optimizer has only this model's parameters, and does not update them in backward hooks.
 
         Raises:
             TypeError: The optimizer has no parameter groups.
@@ -368,7 +368,7 @@ class FlatState:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
         known = {id(parameter) for parameter in self._model.parameters()}
         held = [id(parameter) for group in groups for parameter in group["params"]]
-        # Some wrap one optimizer per parameter, like transformers' LayerWiseDummyOptimizer.
+        # Some optimizers, such as transformers' LayerWiseDummyOptimizer, wrap one optimizer per parameter.
         steps_in_hooks = isinstance(getattr(optimizer, "optimizer_dict", None), dict)
         if held and known.isdisjoint(held) and steps_in_hooks:
             raise ValueError(
@@ -401,8 +401,8 @@ class FlatState:
     def own_tensors(self) -> list[Tensor]:
         """Return each entry's current tensor in the model.
 
-        For a DTensor, it is this rank's shard, without gradient tracking. Raise ValueError if the model's layout has
-        changed.
+        For a DTensor, the result contains this rank's shard, without gradient tracking. Raise ValueError if the model's
+        layout has changed.
         """
         keys: list[str | None] = []
         found: list[Tensor] = []
@@ -420,7 +420,7 @@ class FlatState:
         if self._states is not None:
             found += self._states.tensors()
         tensors = [found[place] for place in self._firsts]
-        # All entries are compared at once. Separate checks took a third of the time of a small model's snapshot.
+        # All entries are compared at once. For a small model, separate checks took a third of a snapshot's time.
         dtypes = [tensor.dtype for tensor in tensors[: len(self._dtypes)]]
         if [tensor.shape for tensor in tensors] != self._shapes or dtypes != self._dtypes:
             self._refuse_changed(tensors)
@@ -443,7 +443,7 @@ class FlatState:
         return [now[name] for name in names]
 
     def left_out_digest(self) -> str:
-        """Return a hash of the names, shapes, dtypes and values of the parameters that ``trained_only`` omits."""
+        """Return a hash of the omitted parameters (see ``trained_only``): their names, shapes, dtypes and values."""
         keys: list[str | None] = []
         tensors: list[Tensor] = []
         gather(self._model, keys, tensors)
@@ -451,7 +451,7 @@ class FlatState:
 
     @torch.no_grad()
     def sample_checksum(self) -> int:
-        """Return a checksum over a few values of each averaged entry, with one transfer per device."""
+        """Return a checksum over a few values of each averaged entry. This takes one transfer per device."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for entry, tensor in zip(self.entries, self.own_tensors(), strict=True):
             if entry.averaged and tensor.numel():
@@ -476,8 +476,8 @@ def is_finite(tensor: Tensor) -> bool:
     """Return whether a floating or complex tensor is finite, in one pass and without large temporaries.
 
     If the L2 norm is finite, all values are finite. Otherwise, the norm may have overflowed, so the minimum and the
-    maximum are tested. Both are NaN if any value is NaN. For 64 MiB of float32 in one thread, the norm took 6.3 ms, and
-    minimum and maximum took 8.8 ms.
+    maximum are tested. Both are NaN if any value is NaN. With one thread, the norm of 64 MiB of float32 took 6.3 ms,
+    and the minimum and maximum together took 8.8 ms.
     """
     real = _as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if real.itemsize >= 2:
@@ -494,7 +494,7 @@ def _bounds_are_finite(tensor: Tensor) -> bool:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of `dtype`: at least float32 or complex64, or an integer dtype unchanged."""
+    """Return the dtype for sums of `dtype` values: at least float32 or complex64. Integer dtypes are unchanged."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:
@@ -503,7 +503,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class SnapshotPool:
-    """Reuses flat buffers for the layout of ``state``, so that a snapshot needs no new memory."""
+    """Reuses flat buffers for the layout of ``state``, so that snapshots need no new memory."""
 
     def __init__(self, state: FlatState, *, accumulate: bool = False) -> None:
         self._state = state
@@ -513,7 +513,7 @@ class SnapshotPool:
 
     @property
     def in_use(self) -> int:
-        """Number of acquired buffers."""
+        """Number of buffers that are acquired and not yet released."""
         return len(self._used)
 
     def acquire(self) -> FlatBuffers:
@@ -545,7 +545,7 @@ def _sample(tensor: Tensor) -> Tensor:
 def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
     """Mix the average into an entry, in pieces along the entry's longest dimension, to keep temporaries small."""
     tensor, wide = tensor.detach(), accumulate_dtype(tensor.dtype)
-    if tensor.is_complex():  # treated as pairs of real numbers, which can be compared
+    if tensor.is_complex():  # treated as pairs of real numbers, because only real numbers can be compared
         if tensor.is_conj():
             average = average.conj().resolve_conj()
         tensor, average, wide = _as_real(tensor), torch.view_as_real(average), wide.to_real()

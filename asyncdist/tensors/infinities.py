@@ -1,8 +1,8 @@
 """Distinguishes infinities that belong to a model from non-finite values of a rank that has diverged.
 
-Buffers and frozen parameters, such as attention masks, may contain -inf permanently. Infinities that they contain when
-a policy starts are called *known*. NaNs, infinities in trained parameters, and any later change of the infinities in
-buffers and frozen parameters are called *unsound*.
+Buffers and frozen parameters, such as attention masks, may contain -inf permanently. The infinities that they contain
+when a policy starts are called *known*. NaNs, infinities in trained parameters, and any later change to the infinities
+in buffers and frozen parameters are called *unsound*.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KnownInfinities:
         return self._first_unsound(pair for index, pair in enumerate(self._own()) if index not in skipped)
 
     def without(self, names: Collection[str]) -> set[str]:
-        """Return the given names, except of entries that contained infinities when the policy started."""
+        """Return the given names, except names of entries that contained infinities when the policy started."""
         return set(names).difference(*self._known)
 
     def _own(self) -> Iterable[tuple[Entry, Tensor]]:
@@ -63,11 +63,11 @@ class KnownInfinities:
 
 
 def describe_nonfinite(known: KnownInfinities | None, optimizer: torch.optim.Optimizer | None) -> str:
-    """Describe the part of a model or its optimizer that has unexpectedly become non-finite, or return an empty string.
+    """Describe the part of a model or optimizer that has unexpectedly become non-finite. Return "" if there is none.
 
     Args:
         known: The model and its known infinities, or None to skip the model.
-        optimizer: The optimizer whose state to check, with the optimizers that it wraps, or None to skip it.
+        optimizer: The optimizer whose state is checked, together with the optimizers that it wraps, or None to skip it.
     """
     name = None if known is None else known.unsound_entry_of_model()
     if name is not None:
@@ -81,8 +81,8 @@ def describe_nonfinite(known: KnownInfinities | None, optimizer: torch.optim.Opt
 def all_finite(values: Any) -> bool:
     """Return whether all tensors in nested mappings, sequences and sets, such as an optimizer's state, are finite."""
     if isinstance(values, Tensor):
-        values = local_part(values)  # for a DTensor, torch would communicate with the other ranks
-        # The states of 8-bit optimizers are such wrappers, which support few operations.
+        values = local_part(values)  # with a DTensor, torch would communicate with the other ranks
+        # The states of 8-bit optimizers are such wrapper tensors, which support few operations.
         if is_traceable_wrapper_subclass(values):
             return all(all_finite(getattr(values, name)) for name in values.__tensor_flatten__()[0])
         if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
@@ -106,7 +106,7 @@ def _stored(tensor: Tensor) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def _infinities(tensor: Tensor) -> Tensor:
-    """Return a CPU copy in which all values except infinities are zero."""
+    """Return a copy on the CPU in which all values except infinities are zero."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     wide = real.detach().to(device="cpu", dtype=torch.float32 if real.itemsize < 4 else real.dtype)
     return torch.where(wide.isinf(), wide, 0.0)

@@ -1,19 +1,19 @@
 """Computes elementwise weighted means of tensors that arrive in chunks or all at once.
 
 Tensors are summed in the given order, in the accumulator's dtype (float32 or wider), and the sum is divided by the sum
-of the weights. Product, sum and quotient are rounded separately, so that the mean depends neither on the chunks nor on
-the width of vector instructions. Two rules are added:
+of the weights. Product, sum and quotient are rounded separately, so the mean depends neither on the chunks nor on the
+width of vector instructions. Two rules are added:
 
 - **The mean of finite values is finite.** When a sum overflows, the summation continues with values and divisor scaled
   by 2^-64. Scaling by a power of two is exact here, so the mean is the same as without overflow. (Without this rule,
   two attention masks of ``finfo.min`` would add up to -inf.)
-- **The mean of equal values is that value.** If an element's quotient equals the quotient of tensors that all equal the
-  last tensor, the mean is the last tensor's value. (In float32, (x + x + x) / 3 differs from x for one x in seven.) If
-  the tensors differ but the quotients are equal, the change is within rounding.
+- **The mean of equal values is that value.** If an element's quotient is the same as if all tensors were equal to the
+  last one, the mean is the last tensor's value. (In float32, (x + x + x) / 3 differs from x for one x in seven.) If the
+  tensors differ but the quotients are equal, this changes the mean only within rounding.
 
 Only the ratios of weights matter. Weights are scaled by a power of two, which changes no bit of the mean. Products then
-underflow or overflow only if the values do. With unscaled weights near 1e-6, products with values near 1e-33 would lose
-most of their digits. A weight below 2^-100 of the largest weight counts as 2^-100 of it.
+underflow or overflow only if the values do. Without scaling, the products of weights near 1e-6 and values near 1e-33
+would lose most of their digits. A weight below 2^-100 of the largest weight counts as 2^-100 of it.
 
 Complex values are averaged as pairs of real and imaginary parts.
 """
@@ -27,45 +27,46 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Number of elements processed at a time: 256 KiB of float32, which stay in a core's private cache during all passes.
+#: Number of elements processed at a time: 256 KiB of float32, which stay in a core's private cache through all passes
+#: over the elements.
 _PIECE_COUNT: Final = 1 << 16
 #: Number of elements for which the mean of equal values is computed at a time, to limit the size of temporaries.
 _STRETCH_COUNT: Final = 12 << 10
 _SCALE: Final = 2.0**-64
 _LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
-#: Magnitude up to which sums of 2^20 values are finite.
+#: Magnitude of values up to which sums of 2^20 of them are finite.
 _SAFE: Final = {dtype: largest * 2.0**-20 for dtype, largest in _LARGEST.items()}
 _INTEGERS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
-#: Largest exponent of 2 by which a weight may exceed the first weight before the sums are scaled down.
+#: Largest n for which a weight may be 2^n times the first weight without the sums being scaled down.
 _WEIGHT_EXPONENT_MAX: Final = 20
 _WEIGHT_MIN: Final = 2.0**-100
-#: Numbers n for which (x + ... + x) / n is always exactly x. For n = 4, the rounding error of 3x is at most half a unit
-#: in the last place of 4x. If it is exactly half, 3x + x is rounded to the even 4x.
+#: Numbers n of summands for which (x + ... + x) / n is always exactly x. For n = 4, the rounding error of 3x is at most
+#: half a unit in the last place of 4x. If it is exactly half a unit, 3x + x is rounded to 4x, which is even.
 _EXACT_COUNTS: Final = (2, 4)
 
 
 class WeightedMean:
     """Computes the weighted mean of tensors that arrive in sequence, each in chunks.
 
-    Pass the tensors in rank order. Call :meth:`begin` for each tensor, then :meth:`add` for each of its chunks. After
-    a chunk of the last tensor is added, that part of the accumulator contains the mean. The computation allocates
-    one temporary piece of a chunk, and more only if sums overflow.
+    Pass the tensors in rank order. Call :meth:`begin` for each tensor, then :meth:`add` for each of its chunks. After a
+    chunk of the last tensor was added, that part of the accumulator contains the mean. The computation allocates one
+    temporary piece of a chunk, or more if sums overflow.
 
     Args:
         count: Number of tensors.
         keeps_equal: Whether the mean of equal values is exactly that value.
 
     Attributes:
-        is_agreed: Whether, at each non-finite element, all tensors added so far contain the same infinity.
+        is_agreed: Whether all tensors added so far contain the same infinity at each non-finite element.
     """
 
     def __init__(self, count: int, *, keeps_equal: bool = True) -> None:
         self._count = count
         self._keeps_equal = keeps_equal
         self.is_agreed = True
-        self._weights: list[float] = []  # weights of the begun tensors, scaled by 2^-exponent
+        self._weights: list[float] = []  # weights of the tensors so far, scaled by 2^-exponent
         self._exponent = 0
-        self._shrinking = 1.0  # factor for the previous sums, applied before the current tensor is added
+        self._shrinking = 1.0  # factor by which the previous sums are multiplied before the current tensor is added
         self._is_careful = False
         self._scaled: dict[int, Tensor] = {}  # masks of the scaled sums, by address of the accumulator
 
@@ -86,10 +87,10 @@ class WeightedMean:
         """Add a chunk of the current tensor to the corresponding part of an accumulator.
 
         Args:
-            into: Contiguous 1-D slice of the accumulator, of float32, complex64 or wider. The first tensor overwrites
-                it.
-            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's, not changed. None if
-                ``into`` already contains the first tensor's values.
+            into: Contiguous 1-D slice of the accumulator, with dtype float32, complex64 or wider. The first tensor
+                overwrites it.
+            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's. It is not changed. None
+                if ``into`` already contains the first tensor's values.
         """
         if into.requires_grad or (chunk is not None and chunk.requires_grad):
             into, chunk = into.detach(), None if chunk is None else chunk.detach()
@@ -167,7 +168,7 @@ class WeightedMean:
         into.copy_(torch.where(is_finite, quotient.clamp(-largest, largest), quotient))
 
     def _scaled_sums(self, into: Tensor, *, make: bool = False) -> Tensor | None:
-        """Return the mask of the elements of ``into`` that are scaled sums, or None if there is no mask yet."""
+        """Return the mask of elements of ``into`` that are scaled sums, or None if there is no mask yet."""
         storage = into.untyped_storage()
         found = self._scaled.get(storage.data_ptr())
         if found is None:
@@ -233,7 +234,7 @@ def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
 
 
 def divide(total: Tensor, divisor: float) -> None:
-    """Divide in place, rounding once. A divisor of exactly 1 leaves the values unchanged."""
+    """Divide values in place, rounding once. A divisor of exactly 1 leaves them unchanged."""
     if divisor != 1.0:
         # On CUDA, the divisor is a tensor, because CUDA would multiply by the reciprocal of a Python scalar.
         on_device = total.device.type != "cpu"
@@ -285,12 +286,12 @@ def _is_within(values: Tensor, bound: float) -> bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a flat tensor unchanged if it is real, or viewed as a flat tensor of real numbers if it is complex."""
+    """Return a flat tensor unchanged if it is real. If it is complex, return a view of it as real numbers."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def mixed(one: Tensor, other: Tensor, share: float) -> Tensor:
-    """Return ``share * one + (1 - share) * other``, for real tensors of one dtype.
+    """Return ``share * one + (1 - share) * other`` for real tensors of the same dtype.
 
     Both products and the sum are rounded separately, and the sum is clamped to the interval between the tensors. Equal
     values therefore remain equal, and finite values remain finite.
@@ -300,7 +301,7 @@ def mixed(one: Tensor, other: Tensor, share: float) -> Tensor:
 
 
 def running_mean_into(result: Tensor, mean: Tensor, values: Tensor, count: int) -> None:
-    """Update the mean of ``count`` tensors with one more tensor, as :func:`mixed` does, and write it into ``result``.
+    """Write into ``result`` the mean of ``count`` tensors and one more tensor, computed with :func:`mixed`.
 
     Args:
         result: Contiguous 1-D tensor of the mean's dtype, which may be ``mean``.

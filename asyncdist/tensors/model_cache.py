@@ -1,7 +1,7 @@
-"""Keeps flat tensors and layouts of a model from one collective to the next.
+"""Keeps a model's flat tensors and layouts from one collective to the next.
 
-Allocation is slow, because the kernel provides memory page by page. 64 MiB took 34 ms to allocate, 8 ms to fill and 30
-ms to reduce. Only the most recently used models are cached, because shared memory needs file descriptors.
+Allocation is slow, because the kernel provides memory page by page. It took 34 ms to allocate 64 MiB, 8 ms to fill them
+and 30 ms to reduce them. Only the most recently used models are cached, because shared memory needs file descriptors.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, Final
 
 from torch import nn
 
-#: Maximum number of cached models. Each uses one or two file descriptors per dtype.
+#: Maximum number of cached models. Each model uses one or two file descriptors per dtype.
 MODEL_COUNT_MAX: Final = 64
 
 
 class Scratch:
     """Caches objects that one rank derives from its models, by model and purpose.
 
-    The objects must not refer to their model, except weakly, so that the model can be freed.
+    The objects must refer to their model only weakly, if at all, so that the model can be freed.
     """
 
     def __init__(self) -> None:

@@ -21,20 +21,21 @@ _ALLOWED: Final = (
 
 
 def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
-    """Append the parameters and persistent buffers of a module and its submodules, once for each of their names.
+    """Append the parameters and persistent buffers of a module and its submodules, each of them once per name.
 
-    This takes a third of the time of `named_modules`, which took most of the time of a small model's averaging round.
+    This takes a third of the time that `named_modules` takes, which was most of the time of a small model's averaging
+    round.
 
     Args:
         keys: Output list, from which `names_of` computes the names. It receives the keys of the module's tensors, then
-            None. The key of each submodule follows, and the keys inside it, recursively. The last item is None.
+            None. For each submodule, its key and the keys inside it follow, recursively. The last item is None.
         tensors: Output list, which receives the tensors in the order of their keys.
     """
     for key, tensor in module._parameters.items():
         if tensor is not None:
             keys.append(key)
             tensors.append(tensor)
-    if module._buffers:  # most modules have no buffers, and testing is faster than entering the loop
+    if module._buffers:  # most modules have no buffers, and this test is faster than entering the loop
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 keys.append(key)
@@ -49,7 +50,7 @@ def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> 
 
 
 def names_of(keys: Sequence[str | None]) -> list[str]:
-    """Return the tensors' names, in order, from the keys that `gather` has collected."""
+    """Return the tensors' names, in order, derived from the keys that `gather` has collected."""
     names, path = [], [""]
     among_tensors = True
     for key in keys:
@@ -66,7 +67,7 @@ def names_of(keys: Sequence[str | None]) -> list[str]:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor, without importing DTensor, which takes most of a second."""
+    """Return whether a tensor is a DTensor, without importing DTensor (which takes most of a second)."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -101,7 +102,7 @@ def trained_names(module: nn.Module) -> set[str]:
 def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
     """Return the indices of the frozen parameters that share no memory with a trained parameter or a buffer."""
     frozen = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in tensors]
-    plain = (nn.Parameter, Tensor)  # an instance of a subclass may have no memory of its own
+    plain = (nn.Parameter, Tensor)  # an instance of a subclass may have no memory
     trained = {
         identity_of(each)
         for each, is_frozen in zip(tensors, frozen, strict=True)
@@ -141,7 +142,7 @@ def _sharding_of(name: str, tensor: Any) -> str:
 
 
 def check_supported(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the tensor has ordinary memory that can be read and written."""
+    """Raise ValueError unless the tensor has ordinary, readable and writable memory."""
     trouble = None
     if _is_lazy(tensor):
         trouble = "is not initialised; run one forward pass first"
@@ -166,7 +167,7 @@ def check_supported(name: str, tensor: Tensor) -> None:
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
-    """Raise ValueError if the parameter's gradient is sharded, sparse or without values."""
+    """Raise ValueError if the parameter's gradient is sharded or sparse, or has no values."""
     if _is_lazy(parameter):
         raise ValueError(f"the parameter {name!r} is not initialised; run one forward pass first")
     gradient, trouble = parameter.grad, None
@@ -182,7 +183,7 @@ def check_gradient(name: str, parameter: Tensor) -> None:
 
 @functools.cache
 def _has_arithmetic(dtype: torch.dtype) -> bool:
-    """Return whether torch can copy values of a dtype and, for floating dtypes, convert them to float32."""
+    """Return whether torch can copy values of a dtype and, if it is a floating dtype, convert them to float32."""
     value = torch.zeros(1, dtype=dtype, device="cpu")
     try:
         value.to(torch.float32) if dtype.is_floating_point else torch.zeros_like(value).copy_(value)
@@ -206,7 +207,7 @@ def _address(tensor: Tensor) -> int:
 def identity_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for equal views of the same memory.
 
-    Empty tensors are all at address 0, so their key identifies the object.
+    All empty tensors are at address 0, so the key of an empty tensor identifies the object.
     """
     if tensor.numel() == 0:
         return ("empty", id(tensor))
@@ -215,7 +216,7 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return whether each stride exceeds the extent of the inner dimensions, so that no elements overlap."""
+    """Return whether each stride exceeds the extent of the inner dimensions, which means that no elements overlap."""
     if tensor.is_contiguous():
         return True
     span = 0

@@ -1,7 +1,7 @@
 """Describes and compares trees of tensors, and packs their leaves into one flat tensor per dtype.
 
 A tree is a pytree of `optree`: a tensor, or a dict, list, tuple, named tuple or registered dataclass of trees. optree
-sorts the keys of dicts, so equal outlines imply equal layouts of the flat tensors on all ranks.
+sorts the keys of dicts, so if all ranks have equal outlines, their flat tensors have equal layouts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from asyncdist.tensors.byte_views import dtype_name, oddity_of
 #: A leaf's dtype and shape, or a description such as "an int" for a leaf that cannot be sent.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
 
-#: A tree's nodes and leaves in order, each as its path and a description.
+#: A tree's nodes and leaves in order. Each is a pair of its path and a description.
 Lines: TypeAlias = tuple[tuple[str, str], ...]
 
-_CACHED_COUNT: Final = 64  # number of cached outlines, because most programs reduce few different trees, repeatedly
+_CACHED_COUNT: Final = 64  # number of cached outlines; most programs repeatedly reduce a few different trees
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The structure of a tree and the kinds of its leaves, without their values."""
+    """Describes the structure of a tree and the kinds of its leaves, without their values."""
 
     spec: optree.PyTreeSpec
     kinds: tuple[Kind, ...]
@@ -85,7 +85,7 @@ def lines_to_text(lines: Lines) -> str:
 
 
 def lines_from_text(text: str) -> Lines:
-    """Return the lines that :func:`lines_to_text` wrote as JSON. Raise ValueError for other strings."""
+    """Return the lines that :func:`lines_to_text` wrote as JSON. Raise ValueError for any other string."""
     try:
         lines = tuple((str(path), str(what)) for path, what in json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -96,7 +96,7 @@ def lines_from_text(text: str) -> Lines:
 
 
 def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the path at which a rank's tree first differs from the first rank's, and a description of the difference.
+    """Return the first path at which a rank's tree differs from the first rank's, and describe the difference.
 
     ``lines`` has the lines of each rank's tree. At least one tree must differ from the first.
     """
@@ -133,8 +133,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """Split flat tensors from ``pack(leaves)`` into one tensor per leaf, with the leaf's shape and device.
 
-    The returned CPU tensors are views of the flat tensors. If a flat tensor has the shape [m, n], its views have an
-    additional leading dimension m. A flat tensor's dtype may differ from its key.
+    The returned CPU tensors are views of the flat tensors. If a flat tensor has the shape [m, n], the views of it have
+    an additional leading dimension m. A flat tensor's dtype may differ from its key.
     """
     offsets = dict.fromkeys(flats, 0)
     found = []

@@ -2,8 +2,8 @@
 
 Pickle is not used, because unpickling can execute arbitrary code. Values are written as msgpack. Types that msgpack
 lacks, such as tuples and tensors, become a map whose only key is an integer that identifies the type. Instances of
-subclasses raise an error, because they would be decoded as their base type. Decoding checks all data, and allocates at
-most as much memory as the data has.
+subclasses raise an error, because they would be decoded as their base type. Decoding checks all data, and allocates
+memory only in proportion to the size of the data.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def encode(value: Any) -> bytes:
     """Encode a value as bytes.
 
     Args:
-        value: Value of the types in :data:`ALLOWED`, nested at most 100 levels deep. A tuple or set counts as two
-            levels. Tensors may be on any device. Device and autograd graph are not encoded.
+        value: Value that consists of the types in :data:`ALLOWED`, nested at most 100 levels deep. A tuple or set
+            counts as two levels. Tensors may be on any device. Their device and autograd graph are not encoded.
 
     Raises:
-        TypeError: The value contains a value of another type.
+        TypeError: The value is or contains an object of a different type.
         ValueError: The value is nested too deeply or contains itself, or a part is larger than 4 GiB.
     """
     tree = _pack(value, None, 0)
@@ -90,7 +90,7 @@ def name_and_message(error: BaseException) -> tuple[str, str]:
     """Return an exception's class name and message, cut to less than a thousand bytes in total."""
     try:
         text = str(error)
-    except Exception as second:  # An exception here would lose the report for which other ranks wait.
+    except Exception as second:  # An exception here would lose the report that other ranks await.
         text = f"(its __str__ raised {type(second).__name__})"
     return cut_text(type_name(type(error)), _KIND_NBYTES_MAX), cut_text(text, _TEXT_NBYTES_MAX)
 
@@ -157,7 +157,7 @@ _PACK: Final[dict[type, Callable[[Any, _Where, int], Any]]] = {
     bytearray: lambda value, where, depth: {_BYTEARRAY: bytes(value)},
     tuple: lambda value, where, depth: {_TUPLE: _pack_items(value, where, depth)},
     dict: _pack_dict,
-    # The order of a set of strings differs between processes. Sorting makes the bytes equal.
+    # The order of a set of strings differs between processes. Sorting makes the encoded bytes equal.
     set: lambda value, where, depth: {_SET: sorted(_pack_items(value, where, depth), key=repr)},
     frozenset: lambda value, where, depth: {_FROZENSET: sorted(_pack_items(value, where, depth), key=repr)},
     torch.Tensor: _pack_tensor,

@@ -1,7 +1,7 @@
-"""Gives each of several ranks in one thread its own torch modes: grad mode, inference mode, autocast and CUDA stream.
+"""Gives each rank in a thread its own torch modes: grad mode, inference mode, autocast and CUDA stream.
 
 torch stores these modes per thread. Without this module, a rank that awaits under ``no_grad`` would disable gradients
-for the thread's other ranks. The current CUDA stream includes the current GPU.
+for the thread's other ranks. The current CUDA stream also determines the current GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _kept: Final[list[Any]] = []
 
 
 class _Casts(NamedTuple):
-    """Autocast settings of a thread, for the CPU and for CUDA."""
+    """Holds a thread's autocast settings for the CPU and for CUDA."""
 
     enabled: tuple[bool, ...] = (False, False)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -29,8 +29,8 @@ class _Casts(NamedTuple):
 
 
 #: Torch modes of a thread: whether gradients are recorded, whether inference mode is on, the number of nested autocast
-#: contexts, the autocast settings, and the CUDA stream (None before CUDA is used). They are a plain tuple, because
-#: every switch between ranks creates one.
+#: contexts, the autocast settings, and the CUDA stream (None before CUDA is used). They are stored as a plain tuple,
+#: because every switch between ranks creates one.
 Modes: TypeAlias = tuple[bool, bool, int, _Casts, torch.cuda.Stream | None]
 #: Torch modes of a new thread.
 FRESH: Final[Modes] = (True, False, 0, _Casts(), None)
@@ -40,7 +40,7 @@ def modes_now(casts_outside: _Casts | None = None) -> Modes:
     """Return the current thread's torch modes.
 
     Args:
-        casts_outside: Autocast settings outside any autocast context, if known. Otherwise, they are queried, which is
+        casts_outside: Autocast settings outside any autocast context, if known. If not, they are queried, which is
             slow.
     """
     torch.autocast_increment_nesting()
@@ -63,7 +63,7 @@ class RankModes:
 
     Args:
         size: Number of ranks.
-        first: Initial modes of each rank, except for the CUDA stream, which is the caller's.
+        first: Initial modes of each rank, except that the CUDA stream is the caller's.
     """
 
     def __init__(self, size: int, first: Modes) -> None:
@@ -91,7 +91,7 @@ class RankModes:
         self._modes[rank] = self._first
 
     def restore(self) -> None:
-        """Restore the torch modes that the thread had before the ranks were started. Must be the last method called."""
+        """Restore the torch modes that the thread had before the ranks were started. This must be the last call."""
         self.switch(self.outside)
         if self._guard is not None:
             _kept.append(self._guard)
@@ -115,15 +115,15 @@ class RankModes:
             torch.autocast_increment_nesting()
         for _ in range(depth_now - depth):
             torch.autocast_decrement_nesting()
-        if stream != now[4]:  # None is the stream of a process that does not use CUDA yet
+        if stream != now[4]:  # the stream is None in a process that does not use CUDA yet
             torch.cuda.set_stream(torch.cuda.default_stream(0) if stream is None else stream)
         if depth or depth_now:
-            torch.clear_autocast_cache()  # The cache may contain outdated casts of another rank's weights.
+            torch.clear_autocast_cache()  # The autocast cache may contain outdated casts of another rank's weights.
 
 
 # -- on an asyncio event loop -----------------------------------------------------------------------------------------
 
-#: Torch modes of all ranks, and the rank whose modes apply to tasks that are created in this context.
+#: The torch modes of all ranks, and the rank whose modes apply to tasks that are created in this context.
 _rank_here: ContextVar[tuple[RankModes, int]] = ContextVar("asyncdist_rank_modes")
 
 

@@ -1,4 +1,4 @@
-"""Carries messages between ranks. ``base`` defines the contract, and each backend has a module or folder."""
+"""Carries messages between ranks. ``base`` defines the contract of all transports; each has a module or folder."""
 
 from asyncdist import compiled
 

@@ -3,9 +3,9 @@
 The conformance tests check every transport for:
 
 - **Ordering.** Messages with the same source and tag arrive in the order in which they were sent (MPI-4.1 section 3.5).
-  Across sources and tags, the order of completion is arbitrary.
+  Messages with different sources or tags complete in any order.
 - **Delivery.** No message is lost, duplicated or truncated without an error. If a message is larger than the receive
-  buffer, the receive raises :class:`~asyncdist.errors.TruncationError`, which names both sizes.
+  buffer, the receive raises :class:`~asyncdist.errors.TruncationError`, whose message states both sizes.
 - **Ownership.** A buffer belongs to the transport from the call until its request has completed.
 - **Loss.** If a peer is lost, the requests that involve this peer raise :class:`~asyncdist.errors.RankLostError`. Other
   requests continue.
@@ -45,7 +45,7 @@ def as_bytes(buffer: Buffer) -> memoryview:
 
 
 class Request(Protocol):
-    """An operation in progress that can be tested for completion: a message, a collective or a device event."""
+    """An operation in progress whose completion can be tested: a message, a collective or a device event."""
 
     def test(self) -> bool:
         """Try to complete the operation. Return True once, when it has completed.
@@ -56,11 +56,11 @@ class Request(Protocol):
         """
 
     def cancel(self) -> None:
-        """Ask to cancel a receive, which may still complete. ``cancelled`` is valid after ``test`` returned True."""
+        """Ask to cancel a receive, which may still complete. ``cancelled`` is valid once ``test`` has returned True."""
 
     @property
     def cancelled(self) -> bool:
-        """Whether the operation ended without a message. Valid after ``test`` has returned True."""
+        """Whether the operation ended without a message. Valid once ``test`` has returned True."""
 
     @property
     def source(self) -> int:
@@ -87,19 +87,20 @@ class Capabilities:
 
     Attributes:
         native_collectives: Whether ``new_group`` returns handles that can run collectives.
-        survives_rank_loss: Whether the other ranks continue if a rank is lost.
+        survives_rank_loss: Whether the other ranks continue when a rank is lost.
         wakes: Whether the transport calls the function of :meth:`Transport.set_arrival_callback` when a message
             arrives, so that no polling is needed.
-        misses_wakes: Whether the transport may fail to call that function, so that slow periodic polling is needed as
+        misses_wakes: Whether the transport sometimes fails to call that function, so slow periodic polling is needed as
             well. True if ``wakes`` is false.
-        rings_from_threads: Whether threads other than the event loop's may call that function.
+        rings_from_threads: Whether threads other than the event loop's thread may call that function.
         shares_process: Whether all ranks run in this process, and therefore end together.
-        one_sided_reads: Whether ranks on a host can read each other's memory windows even while the owner computes.
+        one_sided_reads: Whether ranks on a host can read each other's memory windows even while the owner is computing.
         shares_memory: Whether ranks on one host are processes that may map each other's memory
             (:mod:`asyncdist.host_memory.shared_memory`).
         written_share: Fraction of a large tensor, from 0 to 1, that the sender writes directly into the memory of a
             receiver on its host (:mod:`asyncdist.host_memory.cross_memory_attach`). The backend sends the rest.
-        logs_losses: Whether the ranks log a warning for each lost rank. False if the launcher reports lost ranks.
+        logs_losses: Whether the ranks themselves log a warning for each lost rank. False if the launcher reports lost
+            ranks.
     """
 
     native_collectives: bool
@@ -116,7 +117,7 @@ class Capabilities:
 
 
 class GroupHandle(Protocol):
-    """A backend's own communicator for a group of ranks. A root is given as its position in the group.
+    """A backend's own communicator for a group of ranks. A root is identified by its position in the group.
 
     Each method except ``free`` starts a nonblocking collective. ``all_reduce`` without ``receive`` works in place.
     """
@@ -133,7 +134,7 @@ class GroupHandle(Protocol):
 
 
 class CollectiveCheckerProtocol(Protocol):
-    """Compares the collectives that the ranks of one process call (:mod:`asyncdist.collectives.call_checker`)."""
+    """Checks that the ranks of a process call the same collectives (:mod:`asyncdist.collectives.call_checker`)."""
 
     def note(self, ranks: Sequence[int], group_key: int, rank: int, call: Any) -> None:
         """Record that ``rank`` calls its next collective of a group."""
@@ -146,18 +147,18 @@ class Transport(abc.ABC):
     """Sends and receives messages over one backend, under the contract described in the module's docstring.
 
     Attributes:
-        incarnation: Number of restarts of this rank. For a restarted rank, all other ranks count as lost until it is
-            connected to them (:meth:`set_return_listener`).
-        may_return: Whether lost ranks are restarted.
-        collective_checker: Object that compares the ranks' collective calls, or None.
-        job_nonce: Number that identifies the job, if all ranks are known to share the job and the version of asyncdist.
-            None if the ranks must still agree on a number.
-        hosts: For each rank, the lowest rank on its host. None if unknown before the handshake, or if all ranks share
-            one host.
+        incarnation: Number of restarts of this rank. On a restarted rank, all other ranks count as lost until this rank
+            is connected to them (:meth:`set_return_listener`).
+        may_return: Whether lost ranks may be restarted.
+        collective_checker: Object that compares the collective calls of this process's ranks, or None.
+        job_nonce: Number that identifies the job, if all ranks are known to have the same job and version of asyncdist.
+            None if the ranks have yet to agree on a number.
+        hosts: For each rank, the lowest rank on that rank's host. None if the hosts are not known before the handshake,
+            or if there is only one host.
         launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake, or
             None.
-        trusts_network: Whether ranks trust any process that reaches them, because the job has no secret.
-        doorbell: Object through which other ranks of this host wake this rank when it sleeps
+        trusts_network: Whether ranks trust every process that connects to them, because the job has no secret.
+        doorbell: Object through which other ranks on this host wake this rank when it is asleep
             (:mod:`asyncdist.transports.doorbell`). None if they cannot, or if the transport itself reports each
             arriving message (``capabilities.wakes``).
     """
@@ -190,7 +191,7 @@ class Transport(abc.ABC):
         return None
 
     def is_sending(self) -> bool:
-        """Test the sends made by :meth:`prepare_send`, and return whether any of them is still in progress."""
+        """Test the sends that :meth:`prepare_send` has returned, and return whether any of them is in progress."""
         return False
 
     @abc.abstractmethod
@@ -199,12 +200,12 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        """Return a receive from any source that can be posted repeatedly, and is not posted yet."""
+        """Return a receive from any source that can be posted repeatedly. It is not posted yet."""
 
     def shared(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``make(*args, **kwargs)``, an object that each use overwrites, such as the buffer of a receive.
+        """Return ``make(*args, **kwargs)``, an object that every use overwrites, such as a receive buffer.
 
-        Ranks of one process may share the object if received data is written only when a receive is tested.
+        If received data is written only when a receive is tested, ranks in one process may share the object.
         """
         return make(*args, **kwargs)
 
@@ -215,7 +216,7 @@ class Transport(abc.ABC):
 
     @property
     def local_rank(self) -> int:
-        """Index of this rank among the ranks of its host, or the rank itself if the index is unknown."""
+        """Index of this rank among the ranks on its host, or the rank itself if the index is unknown."""
         number = detection.local_rank()
         return self.rank if number is None else number
 
@@ -226,11 +227,11 @@ class Transport(abc.ABC):
 
     @property
     def end_group(self) -> GroupHandle | None:
-        """Communicator reserved for the last barrier, so that no other collective matches it. None to use messages."""
+        """Communicator only for the last barrier, so that no other collective matches it. None if messages are used."""
         return None
 
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        """Make a communicator, or return None if the backend has none. Collective among ``ranks``."""
+        """Make a communicator, or return None if the backend has none. All of ``ranks`` must call this method."""
         del ranks, tag
         return None
 
@@ -239,7 +240,7 @@ class Transport(abc.ABC):
         """Return the ranks that are known to be lost."""
 
     def missed_ranks(self) -> frozenset[int]:
-        """Return the ranks that had left before this restarted process was connected to them."""
+        """Return the ranks that had already left before this restarted process was connected to them."""
         return frozenset()
 
     def vacant_ranks(self) -> frozenset[int]:
@@ -252,9 +253,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the backend, after all ranks have ended or are lost and all requests have completed.
+        """Release the backend. All ranks must have ended or be lost, and all requests must have completed.
 
-        While a rank closes, it does not report peers that close as lost.
+        While a rank is closing, it does not report closing peers as lost.
         """
 
     def close_failed(self) -> None:  # noqa: B027 optional for backends
@@ -271,7 +272,7 @@ class Transport(abc.ABC):
         del ring
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """Call ``listen(rank)`` once for each lost rank, immediately for ranks that are already lost."""
+        """Call ``listen(rank)`` once for each rank that is lost, and immediately for ranks that are already lost."""
         self._listen = listen
         for rank in sorted(self.lost_ranks()):
             listen(rank)
@@ -280,11 +281,11 @@ class Transport(abc.ABC):
         """Call ``leave`` when the user's program is about to finalize the backend."""
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
-        """Call ``listen(rank, incarnation)`` when a lost rank has a new process, to which :meth:`accept` connects."""
+        """Call ``listen(rank, incarnation)`` when a lost rank has a new process. :meth:`accept` connects to it."""
         del listen
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Connect to the new process of ``rank``. Return False if that process has ended."""
+        """Connect to the new process of ``rank``. Return False if the process has ended."""
         del rank, incarnation
         return False
 

@@ -1,21 +1,21 @@
-"""Wakes sleeping ranks of a host, for a transport whose messages arrive without waking the receiver, such as MPI.
+"""Wakes sleeping ranks on a host, for transports whose messages arrive without waking the receiver, such as MPI.
 
-The ranks of a host map a common *board* (:mod:`asyncdist.host_memory.shared_memory`) with one cache line per rank,
-which says whether the rank is asleep. Each rank also has a pipe, which its event loop watches. After each message, the
-sender reads the receiver's line. It writes a byte into the receiver's pipe only if the receiver is asleep. A message to
-a rank that is awake costs one read of memory.
+The ranks on a host map a common *board* (:mod:`asyncdist.host_memory.shared_memory`). On the board, each rank has one
+cache line, which says whether the rank is asleep. Each rank also has a pipe, which its event loop watches. After each
+message, the sender reads the receiver's line. It writes a byte into the receiver's pipe only if the receiver is asleep.
+For a message to a rank that is awake, the cost is one read of memory.
 
 - **No message is missed.** The receiver first writes to its line, then tests for messages once more, and then sleeps.
-  The sender first sends, then reads the line. Both complete the first access before the second, so at least one of them
-  notices the other. The receiver orders its accesses explicitly. The sender's call of mpi4py orders them when it
-  acquires the GIL again.
+  The sender first sends, then reads the line. Both complete the first action before the second, so at least one of them
+  notices the other. The receiver orders its memory accesses explicitly. The sender's accesses are ordered when its call
+  of mpi4py acquires the GIL again.
 - **Lost, repeated and late rings are harmless.** A ring, which is one byte in the pipe, only makes the rank test for
   messages. A sleeping rank also tests every 50 ms, in case a sender has died between sending and ringing.
-- **Permissions.** A pipe has no name. It is opened through ``/proc/PID/fd``, which the kernel allows only to processes
+- **Permissions.** A pipe has no name. It is opened through ``/proc/PID/fd``, which the kernel allows only for processes
   of the same user. Processes of other users can neither ring nor read the board.
 
 A ring after a pause takes 15 to 25 us, and the receiver's loop runs 40 to 60 us later. A Unix datagram socket would be
-as fast, but any process that knows its name may send to it.
+as fast, but any process that knew its name could send to it.
 
 The module is compiled if possible (:mod:`asyncdist.compiled`), because it runs for each small message.
 """
@@ -32,25 +32,26 @@ from typing import Any, Final, NamedTuple, cast
 from asyncdist.host_memory import shared_memory
 from asyncdist.host_memory.shared_memory import SharedMemory
 
-#: Size of a cache line. Each rank has a separate line, so that ranks that sleep and wake do not slow down others.
+#: Size of a cache line. Each rank has its own line, so that ranks that fall asleep and wake up do not slow down other
+#: ranks.
 LINE_NBYTES: Final = 64
 #: Size of the digest of a host's name.
 HOST_NBYTES: Final = 8
-#: States of a rank, in the first byte of the rank's line.
+#: States of a rank, stored in the first byte of the rank's line.
 _ABSENT: Final = 0
 _AWAKE: Final = 1
 _ASLEEP: Final = 2
 _ENDED: Final = 3
-#: Maximum number of bytes to read from the pipe at once. Each byte asks this rank to wake up.
+#: Maximum number of bytes to read from the pipe at once. Each byte is a request to wake up.
 _RINGS_NBYTES: Final = 4096
-#: Format of a packed address: the host's digest, whether there is a board, the board's address, the pipe, and its
-#: inode.
+#: Format of a packed address: the host's digest, whether there is a board, the board's address, and the pipe's
+#: descriptor and inode.
 _ADDRESS: Final = struct.Struct(f"<{HOST_NBYTES}s?{shared_memory.Address.PACKED_NBYTES}sqq")
 ADDRESS_NBYTES: Final = _ADDRESS.size
 
 
 class BellAddress(NamedTuple):
-    """Tells the other ranks of a host where to find a rank's pipe, and its board (shared memory of the ranks' states).
+    """Tells the other ranks on a host where a rank's pipe and board are (the board is shared memory with all states).
 
     Attributes:
         host: Digest of the host's name, of ``HOST_NBYTES`` bytes.
@@ -78,10 +79,10 @@ class BellAddress(NamedTuple):
 
 
 class PeerBell:
-    """Wakes another rank of this host, through a pipe, if that rank is asleep.
+    """Wakes another rank on this host, through a pipe, if that rank is asleep.
 
     Args:
-        board: Shared memory with the states of the host's ranks.
+        board: Shared memory with the states of the ranks on this host.
         place: Index of the rank's state on the board.
         pipe: File descriptor, in this process, of the write end of the rank's pipe.
     """
@@ -92,7 +93,7 @@ class PeerBell:
         self._pipe = pipe
 
     def ring_sleeper(self) -> None:
-        """Wake the rank if it is asleep. Must be called after each step of a message to the rank."""
+        """Wake the rank if it is asleep. Must be called after each step in sending a message to the rank."""
         if self._board[self._place] == _ASLEEP:
             self._ring()
 
@@ -101,13 +102,13 @@ class PeerBell:
         self._pipe = -1
 
     def _ring(self) -> None:
-        self._board[self._place] = _AWAKE  # Later messages need not wake it again.
+        self._board[self._place] = _AWAKE  # Later messages need not wake the rank again.
         with contextlib.suppress(OSError):  # Raised if the pipe is full, or the rank has ended.
             os.write(self._pipe, b"\0")
 
 
 class Doorbell:
-    """Lets the other ranks of this host wake this rank while it sleeps.
+    """Lets the other ranks on this host wake this rank while it is asleep.
 
     Args:
         host: Digest of the host's name, of ``HOST_NBYTES`` bytes.
@@ -120,7 +121,7 @@ class Doorbell:
         self._offered: SharedMemory | None = SharedMemory(size * LINE_NBYTES)
         self._board = memoryview(bytearray(LINE_NBYTES))
         self._place = 0
-        self._places: list[int] = []  # board indices of this host's other ranks
+        self._places: list[int] = []  # board indices of the other ranks on this host
         self._bells: list[PeerBell] = []
         self._have_all_joined = False
         self._descriptors: list[int] = list(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
@@ -130,22 +131,22 @@ class Doorbell:
         self.address = BellAddress(host, self._offered.address, self._descriptors[1], inode)
 
     def join(self, rank: int, addresses: Sequence[BellAddress]) -> list[PeerBell | None]:
-        """Map the board (shared memory of the states of this host's ranks), and open the ranks' pipes.
+        """Map the board (shared memory with the states of the ranks on this host), and open these ranks' pipes.
 
         Args:
             addresses: Addresses of all ranks, in rank order.
 
         Returns:
-            For each rank, in rank order, the object that wakes it, or None for ranks of other hosts.
+            For each rank, in rank order, the object that wakes it, or None for ranks on other hosts.
 
         Raises:
-            OSError: The board or a pipe cannot be opened. Then no rank of the world sleeps.
+            OSError: The board or a pipe cannot be opened. In that case, no rank of the world ever sleeps.
         """
         ranks = [other for other, address in enumerate(addresses) if address.host == self.address.host]
         board = addresses[ranks[0]].board
         if board is None:
             raise OSError(f"rank {ranks[0]}, the first rank of this host, has no board")
-        if ranks[0] != rank:  # The first rank keeps its board open, because the others may map it later.
+        if ranks[0] != rank:  # The first rank keeps its board open, because the other ranks may map it later.
             self._offered = None
         self._memory = shared_memory.find(board)
         self._board = memoryview(cast(Any, self._memory.numpy()))
@@ -169,8 +170,7 @@ class Doorbell:
         path = f"/proc/{address.board.pid}/fd/{address.pipe}"
         if os.readlink(path) != f"pipe:[{address.inode}]":  # Opening another kind of file might have side effects.
             raise FileNotFoundError(f"{path} is not the pipe of a rank")
-        # Open the pipe for reading, too. Otherwise a write would raise SIGPIPE after the rank, its only reader, has
-        # died.
+        # The pipe is opened for reading, too. If the rank were its only reader and died, a write would raise SIGPIPE.
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._descriptors.append(descriptor)
         if os.fstat(descriptor).st_ino != address.inode:
@@ -182,7 +182,7 @@ class Doorbell:
         return self._descriptors[0]
 
     def arm(self) -> bool:
-        """Mark this rank as asleep. Return True if it was awake: it must then test for messages before it sleeps."""
+        """Mark this rank as asleep. Return True if it was awake; it must then test for messages before it sleeps."""
         if self._board[self._place] == _ASLEEP:
             return False
         self._board[self._place] = _ASLEEP
@@ -200,14 +200,14 @@ class Doorbell:
             os.read(self._descriptors[0], _RINGS_NBYTES)
 
     def is_rung_by_all(self) -> bool:
-        """Return whether all other ranks of the world wake this rank when it sleeps."""
+        """Return whether all other ranks of the world wake this rank when it is asleep."""
         if not self._have_all_joined:
             present = [place for place in self._places if self._board[place] != _ABSENT]
             self._have_all_joined = len(present) == self._size - 1
         return self._have_all_joined
 
     def end(self) -> None:
-        """Mark this rank as ended, so that no rank wakes it. It sends and receives no further messages."""
+        """Mark this rank as ended, so that no rank wakes it. It must not send or receive any more messages."""
         self._board[self._place] = _ENDED
 
     def withdraw(self) -> None:
@@ -215,7 +215,7 @@ class Doorbell:
         self._board[self._place] = _ABSENT
 
     def close(self) -> None:
-        """Close all pipes, after which this rank wakes no others. The loop must no longer watch :meth:`fileno`."""
+        """Close all pipes. This rank then wakes no other rank. The loop must no longer be watching :meth:`fileno`."""
         for bell in self._bells:
             bell.mute()
         self._offered = None  # otherwise, its descriptor would stay open until this object's cycle is collected
@@ -223,7 +223,7 @@ class Doorbell:
 
 
 def obstacle() -> str | None:
-    """Return the reason why ranks of this host cannot wake each other, or None if no reason is known."""
+    """Return the reason why ranks on this host cannot wake each other, or None if no reason is known."""
     try:
         bell = Doorbell(bytes(HOST_NBYTES), 2)
     except OSError as error:
@@ -243,14 +243,14 @@ def obstacle() -> str | None:
 def connect_doorbells(
     host: bytes, rank: int, size: int, all_gather: Callable[[bytes], Sequence[bytes]]
 ) -> tuple[Doorbell | None, list[Any], str | None]:
-    """Make this rank's doorbell, and connect to the doorbells of the host's other ranks. Collective among all ranks.
+    """Make this rank's doorbell, and connect to those of the host's other ranks. All ranks must call this function.
 
     Args:
-        all_gather: Function that returns the bytes that each rank has passed to it, in rank order.
+        all_gather: Function to which each rank passes bytes, and which returns the bytes of all ranks, in rank order.
 
     Returns:
-        This rank's doorbell or None, a list with an object that wakes each rank, and the reason why this rank has no
-        doorbell, or None. The list has None for ranks that cannot be woken.
+        Three values: this rank's doorbell, or None; a list with an object for each rank that wakes it, or None if it
+        cannot be woken; and the reason why this rank has no doorbell, or None.
     """
     nothing: list[Any] = [None] * size
     try:

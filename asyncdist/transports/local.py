@@ -1,4 +1,4 @@
-"""Connects ranks that share one process and one event loop, for notebooks, tests and plain ``python train.py``.
+"""Connects ranks that share one process and event loop, for notebooks, tests and plain ``python train.py``.
 
 A small message is copied when it is sent. A larger message is copied directly from the sender's buffer when a matching
 receive is posted. The copy completes the send.
@@ -47,7 +47,7 @@ class LocalHub:
         return frozenset(self._lost)
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> Send:
-        """Start to send ``buffer`` from rank ``source`` to rank ``dest``."""
+        """Start sending ``buffer`` from rank ``source`` to rank ``dest``."""
         view = as_bytes(buffer)
         send = Send(self.matchers[source].callbacks, view.nbytes)
         if dest in self._lost or source in self._lost:
@@ -64,7 +64,7 @@ class LocalHub:
 
 
 class LocalTransport(MatchedTransport):
-    """Transport of one rank of a :class:`LocalHub`."""
+    """Sends and receives the messages of one rank of a :class:`LocalHub`."""
 
     name = "local"
 

@@ -1,12 +1,13 @@
-"""Reports whether an event loop has anything to run, so that a safe point (a yield to the loop) can be skipped.
+"""Reports whether an event loop has anything to run, so that a safe point (a yield to the loop) can be skipped if not.
 
-An iteration takes 20 to 50 us after torch has replaced the contents of the caches. :class:`LoopWork` reads the loop's
-own queue of ready callbacks, its timers and its tables of descriptors, so that no callback is delayed. These objects do
-not show some events, for example the end of ``loop.getaddrinfo``. An iteration is therefore due every 100 ms in any
-case.
+An iteration of the loop takes 20 to 50 us after torch has replaced the contents of the CPU's caches. :class:`LoopWork`
+reads the loop's own queue of ready callbacks, timers and tables of descriptors, so no callback is delayed. Some events,
+such as the end of ``loop.getaddrinfo``, do not show in these objects. Therefore, an iteration is due every 100 ms in
+any case.
 
 In asyncio's selector loops, these objects are attributes. uvloop has no names for them, but :func:`gc.get_referents`
-returns them. A trial callback and a trial timer identify them. If one is not found, every safe point yields.
+returns them. They are identified by means of a trial callback and a trial timer. If one is not found, every safe point
+yields.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from weakref import WeakValueDictionary
 
 #: Maximum seconds between two iterations, even if no work is visible.
 TURN_PERIOD_S: Final = 0.1
-#: Seconds since the last safe point below which a safe point always yields to the loop. The yield costs little then.
-#: Without it, a task that polls without computing would keep the GIL from other threads.
+#: A safe point always yields to the loop if it follows the previous one within this many seconds. The yield then costs
+#: little. Without it, a task that polls without computing would keep the GIL from other threads.
 SPIN_S: Final = 50e-6
 #: Number of timers above which a safe point yields instead of checking each timer.
 TIMER_COUNT_MAX: Final = 8
-#: Current task of each loop. A lookup in asyncio's dict takes 1 us with cold caches, and `asyncio.current_task` 5 us.
+#: Current task of each loop. With cold caches, this dict of asyncio takes 1 us, and `asyncio.current_task` takes 5 us.
 _tasks: Final[dict[asyncio.AbstractEventLoop, Any]] = getattr(asyncio.tasks, "_current_tasks", {})
 
 
@@ -41,9 +42,9 @@ class LoopWork:
         own_count: Number of entries of ``tables`` that belong to the loop itself.
 
     Attributes:
-        is_running: Whether the loop runs. Starting and stopping it for an iteration takes 30 us.
-        spin_s: Seconds between two calls of :meth:`has_work` below which it returns True if the loop runs.
-        turn_period_s: Maximum seconds between two calls of :meth:`has_work` that return True.
+        is_running: Whether the loop is already running. Starting and stopping it for an iteration takes 30 us.
+        spin_s: Seconds since the last call of :meth:`has_work` below which it returns True if the loop is running.
+        turn_period_s: Maximum seconds between calls of :meth:`has_work` that return True.
     """
 
     __slots__ = (
@@ -79,7 +80,7 @@ class LoopWork:
         self._seen: list[asyncio.TimerHandle] = []  # timers at the last check
         self._deadlines: list[float] = []
         self._asked_at = 0.0
-        self._ran_at = 0.0  # time at which has_work last returned True, so that the loop ran
+        self._ran_at = 0.0  # time at which has_work last returned True, after which the loop ran
         self.is_running = True
         self.spin_s = SPIN_S
         self.turn_period_s = TURN_PERIOD_S
@@ -91,9 +92,9 @@ class LoopWork:
             self._own_count += _count_entries(self._tables, [descriptor])
 
     def has_work(self, spared: asyncio.Handle | None) -> bool:
-        """Return whether an iteration would run a callback other than ``spared``, or may do work that is not visible.
+        """Return whether an iteration would run a callback other than ``spared``, or may do work that cannot be seen.
 
-        The caller is a task of the loop. A cancellation that waits for the task's next yield is also work.
+        The caller is a task of the loop. A cancellation that takes effect at the task's next yield is also work.
         """
         now = monotonic()
         away_s = now - self._asked_at
@@ -144,7 +145,7 @@ def find_work(loop: asyncio.AbstractEventLoop) -> LoopWork | None:
     its: Any = loop
     if type(loop) is asyncio.SelectorEventLoop and type(its._selector).__module__ == "selectors":
         tables = its._selector._fd_to_key, its._signal_handlers
-        # The one entry of the loop itself is the descriptor that wakes it.
+        # The only selector entry that belongs to the loop itself is the descriptor that wakes it.
         return LoopWork(loop, its._ready, None, tables, own_count=1)
     return _find_work_of_uvloop(loop) if type(loop).__module__ == "uvloop" else None
 

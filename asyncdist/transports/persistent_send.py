@@ -1,4 +1,4 @@
-"""Prepared sends: a transport sets up a send of fixed size once, and starts it for each message.
+"""Implements prepared sends: a transport sets up a send of fixed size once, and starts it for each message.
 
 The module is compiled if possible (:mod:`asyncdist.compiled`), because it runs for each small message.
 """
@@ -12,21 +12,21 @@ from asyncdist.transports.doorbell import PeerBell
 
 
 class PersistentSend:
-    """Send of one buffer to one rank on one tag that can be started repeatedly (MPI-4.1 section 3.9).
+    """Sends one buffer to one rank with one tag, and can be started repeatedly (MPI-4.1 section 3.9).
 
     A start takes 0.25 us, compared with 0.7 us for an Isend, because mpi4py inspects the buffer and makes a request
-    only once. No task waits for the end of the send, which Open MPI delays until the message is received. This is safe,
-    because MPI has accepted the small message, and the buffer does not belong to the user.
+    only once. No task waits for the send to end, which in Open MPI happens only when the message is received. This is
+    safe, because MPI has already accepted the small message, and the buffer does not belong to the user.
 
     Args:
-        request: Persistent request with MPI's methods Start, Test and Free.
-        fail: Method of the transport that gets the request's exception, None, the buffer and ``peer``, and raises an
-            asyncdist error.
-        bell: Object that wakes ``peer`` when it sleeps, or None if it cannot be woken.
+        request: Persistent request, which has MPI's methods Start, Test and Free.
+        fail: Method of the transport that is called with the request's exception, None, the buffer and ``peer``, and
+            raises an asyncdist error.
+        bell: Object that wakes ``peer`` when it is asleep, or None if it cannot be woken.
 
     Attributes:
         buffer: Bytes to send, padded to a multiple of eight bytes. May be modified while :attr:`is_free` is true.
-        is_free: Whether the send of the last message had ended when it was last tested.
+        is_free: Whether the previous send had ended when it was last tested.
     """
 
     __slots__ = ("_bell", "_fail", "_peer", "_request", "buffer", "is_free")
@@ -55,10 +55,10 @@ class PersistentSend:
                 self._bell.ring_sleeper()
         except Exception as error:
             self._fail(error, None, self.buffer, self._peer)
-        self.settle()  # Make one step of the transfer. This raises an error if the receiver is lost.
+        self.settle()  # Advance the transfer by one step. This raises an error if the receiver is lost.
 
     def settle(self) -> bool:
-        """Test the send of the last message, unless it has ended. Return :attr:`is_free`."""
+        """Test the previous send, unless it has ended. Return :attr:`is_free`."""
         if not self.is_free:
             try:
                 self.is_free = self._request.Test()
@@ -68,10 +68,10 @@ class PersistentSend:
         return self.is_free
 
     def give_up(self, failed_request: Any) -> None:
-        """Let all later calls raise the error of ``failed_request``, whose ``Start`` and ``Test`` raise it.
+        """Make all later calls raise the error that ``Start`` and ``Test`` of ``failed_request`` raise.
 
-        Called when the receiver is lost. The failed request replaces MPI's request, so that no start has to check
-        whether the receiver is lost.
+        Called when the receiver is lost. The failed request replaces MPI's request, so no start has to check whether
+        the receiver is lost.
         """
         self._request = failed_request
         self.is_free = True

@@ -1,4 +1,4 @@
-"""A set of ranks that uses one bit per rank. Python's sets use some 50 bytes per element.
+"""Defines a set of ranks that uses one bit per rank. Python's sets use about 50 bytes per element.
 
 Every rank stores several such sets. With Python's sets, a world of 10,000 simulated ranks would need gigabytes.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class RankSet(MutableSet[int]):
-    """Set of ranks, stored as the bits of one integer. Iterates in ascending order.
+    """Stores a set of ranks as the bits of one integer. Iterates in ascending order.
 
     Attributes:
         bits: Integer whose bit r is set if rank r is in the set.

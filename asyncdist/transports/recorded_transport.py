@@ -9,9 +9,9 @@ from asyncdist.transports.base import Buffer, Request, Transport, as_bytes
 
 
 class RecordedTransport:
-    """Wraps a transport and reports its messages, except the backend's own collectives and one-sided reads.
+    """Wraps a transport and reports its messages, but not the backend's own collectives and one-sided reads.
 
-    All other calls and attributes are the wrapped transport's.
+    All other calls and attributes are those of the wrapped transport.
 
     ``on_message`` is called with ``"sent"`` or ``"received"``, the other rank, the tag and the size in bytes.
     """
@@ -34,7 +34,7 @@ class RecordedTransport:
             self._on_message("sent", dest, tag, as_bytes(buffer).nbytes)
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> None:
-        """Return None, because the messages of a prepared send could not be reported."""
+        """Return None, because the messages of a prepared send cannot be reported."""
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> _RecordedReceive:
         return _RecordedReceive(self._inner.irecv(buffer, source, tag), tag, self._on_message)

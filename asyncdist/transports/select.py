@@ -24,7 +24,7 @@ logger = logging.getLogger("asyncdist.transports.select")
 
 
 def detect(transport: str) -> Launch:
-    """Return how this process was started, including any process group that the program has initialised.
+    """Return how this process was started, considering any process group that the program has initialised.
 
     Raises:
         TransportError: This process is a child of a rank, or imports the script for multiprocessing.
@@ -58,7 +58,7 @@ def open_transport(name: str, started: Launch) -> Transport:
     """Open the transport ``name`` for a process whose launch is described by ``started``.
 
     Raises:
-        TransportError: The transport cannot be used in a process that was started this way.
+        TransportError: The transport cannot be used in a process that was started in this way.
     """
     child_environment.hide_secret()
     return OPENERS[name](started)
@@ -99,5 +99,5 @@ def _open_torch(_: Launch) -> Transport:
     return transport.open_transport(place, granted_tags=tags.BULK)
 
 
-#: Functions that open the transports between processes, by name. They import the transport's library.
+#: Functions that open the transports between processes, keyed by the transport's name. They import its library.
 OPENERS: Final[Mapping[str, Callable[[Launch], Transport]]] = {"mpi": _open_mpi, "torch": _open_torch}

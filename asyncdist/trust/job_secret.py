@@ -1,8 +1,8 @@
 """Authenticates the processes of a job to each other with a shared secret.
 
 A process seals each value that it writes for other processes with a keyed digest (HMAC, RFC 2104). It authenticates a
-connection with a digest of the connection's two ends. Without a secret the key is empty, and seals detect corrupted
-values but not attackers.
+connection with a digest that covers the connection and its two ends. Without a secret, the key is empty, so seals
+detect corrupted values but not attackers.
 
 Secrets are stored in files that only this user can read, in the user's private folder or at a path set by the user.
 """
@@ -25,14 +25,14 @@ from typing import Final
 
 from asyncdist.trust import private_folders
 
-#: Minimum number of characters of a secret. Shorter secrets could be guessed.
+#: Minimum number of characters in a secret. Shorter secrets could be guessed.
 LENGTH_MIN: Final = 16
 _DIGEST: Final = "sha256"
 SEAL_NBYTES: Final = hashlib.new(_DIGEST).digest_size
 #: Name of the secret file for jobs on one host whose launcher sets no secret.
 SHARED: Final = "secret"
 _NBYTES_MAX: Final = 4096
-#: Number of attempts to read or create the shared secret. Unusable files are removed between attempts.
+#: Number of attempts to read or create the shared secret. Between attempts, unusable files are removed.
 _ATTEMPT_COUNT: Final = 2
 #: Seconds between two checks that a secret file still exists.
 _RENEWAL_S: Final = 5.0
@@ -50,15 +50,16 @@ class JobSecret:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the job has no secret, so that its processes trust every process that connects to them."""
+        """Whether the job has no secret, in which case its processes trust every process that connects to them."""
         return not self.key
 
     def at_port(self, port: int) -> JobSecret:
-        """Derive the secret of the job whose rendezvous store is at this port of a host.
+        """Derive the secret of the job whose rendezvous store is at port ``port`` of a host.
 
         A user's jobs may share a secret. The derived key depends on the port, so a value that another user copies to
-        the store of a job at another port is not valid there. Jobs that use one port in turn have equal keys. Random
-        numbers in the ranks' greetings distinguish these jobs, so an earlier job's values can only make a start fail.
+        the store of a job at another port is not valid there. Jobs that use the same port in turn have equal keys.
+        Random numbers in the ranks' greetings distinguish these jobs, so the most that values from an earlier job can
+        do is make a start fail.
         """
         return self if self.is_missing else JobSecret(self._digest("port", str(port), b""))
 
@@ -108,7 +109,7 @@ def check(text: str, where: str) -> str:
 
 
 def read(path: str) -> str:
-    """Return the secret in a user's file. Raise ValueError if it is not valid, or other users can read it."""
+    """Return the secret in a user's file. Raise ValueError if it is invalid, or if other users can read the file."""
     try:
         # Without O_NONBLOCK, opening a named pipe would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -130,7 +131,7 @@ def _read_open(descriptor: int, path: str) -> str:
 
 
 def why_not_secret(found: os.stat_result, reader: int) -> str:
-    """Return why users other than root and the reader may know a file's content, or "" if it is secret.
+    """Return why users other than root and the reader may know a file's content, or "" if they cannot.
 
     A group-readable file owned by root, such as a Kubernetes Secret, is accepted, because root decides who is in the
     group. If the reader is root, a file owned by any user is accepted.
@@ -146,13 +147,13 @@ def why_not_secret(found: os.stat_result, reader: int) -> str:
 
 
 def name_of(port: int) -> str:
-    """Return the name of the file with the secret of the job whose ranks connect to ``port``."""
+    """Return the name of the secret file of the job whose ranks connect to ``port``."""
     return f"{SHARED}-{port}"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSecret:
-    """A file that passes a job's secret to other processes. The open descriptor ``lock`` keeps the file locked."""
+    """Refers to a file that passes a job's secret to other processes. The open descriptor ``lock`` locks the file."""
 
     path: Path
     lock: int
@@ -182,7 +183,7 @@ def kept(port: int, text: str, bases: Callable[[], Iterable[str]], *, renewal_s:
     """Write a job's secret to a file, and remove the file when the context ends. Yield whether it could be written.
 
     ``/run/user/UID`` is removed when the user's last session on this host ends, and cleaners remove old files from
-    ``/tmp``. A thread therefore checks regularly that the file exists, and rewrites it.
+    ``/tmp``. A thread therefore checks regularly that the file exists, and rewrites it if it does not.
     """
     file = keep(port, text, bases())
     is_over = threading.Event()
@@ -208,7 +209,7 @@ def kept(port: int, text: str, bases: Callable[[], Iterable[str]], *, renewal_s:
 
 
 def _remove_left(parent: int) -> None:
-    """Remove unlocked secret files, whose writers were killed."""
+    """Remove secret files that are not locked, because the processes that wrote them were killed."""
     for name in os.listdir(parent):
         port = name.removeprefix(f"{SHARED}-")
         if not port.isdecimal() or name != name_of(int(port)):
@@ -241,8 +242,9 @@ def shared(bases: Iterable[str]) -> str | None:
     """Return the secret that this user's processes on this host share, or None if no base folder is writable.
 
     Raises:
-        ValueError: A base folder is writable, but cannot hold the secret, for example because other users have taken
-            all names of this user's private folder. Without a secret, they could join this user's jobs.
+        ValueError: A base folder is writable, but the secret cannot be stored in it, for example because other users
+            have taken all possible names of this user's private folder. Without a secret, these users could join this
+            user's jobs.
     """
     bases = tuple(dict.fromkeys(bases))
     for _ in range(_ATTEMPT_COUNT):
@@ -261,7 +263,7 @@ def shared(bases: Iterable[str]) -> str | None:
 
 
 def why_not_stored(bases: Iterable[str]) -> str:
-    """Return why no secret can be written to this user's private folders below ``bases``, and the remedy."""
+    """Return the reason why no secret can be written to this user's private folders below ``bases``, and the remedy."""
     reasons = dict.fromkeys(map(_why_unusable, private_folders.candidates(bases)))
     return (
         f"{'; '.join(reasons)}. Write a secret to a file that only you can read, and set ASYNCDIST_JOB_SECRET_FILE to "
@@ -304,13 +306,13 @@ def _share(text: str, bases: Iterable[str]) -> bool:
 
 @contextlib.contextmanager
 def _begun(parent: int, text: str) -> Iterator[tuple[str, int]]:
-    """Write a file under a temporary name, and yield this name and a descriptor. The body renames or links the file."""
+    """Create a file with a temporary name. Yield the name and a descriptor. The body renames or links the file."""
     begun = f"{SHARED}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(begun, flags, 0o600, dir_fd=parent)
     try:
         os.write(descriptor, text.encode())
-        os.fsync(descriptor)  # otherwise a power loss could leave an empty file with the final name
+        os.fsync(descriptor)  # without this, a power loss could leave an empty file with the final name
         yield begun, descriptor
     finally:  # also reached if the disk is full
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Detects another process of this user on this host that runs as the same rank of the same job.
+"""Detects whether another process of this user on this host is running as the same rank of the same job.
 
 While its world is open, a rank holds a kernel lock (fcntl(2), F_SETLK) on a file in its user's private folder. The lock
 ends with the rank's process, and forked children do not inherit it. The file of a killed rank remains until a later
@@ -23,9 +23,9 @@ from asyncdist.trust import private_folders
 #: The kernel's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")
 _PREFIX: Final = "rank-"
-#: File whose content identifies the host, and is the same in all containers on the host.
+#: File whose content identifies a host. All containers on the host see the same content.
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-#: Age in seconds from which an unlocked file of another rank is removed.
+#: Age in seconds at which an unlocked file of another rank is removed.
 _STALE_S: Final = 3600.0
 
 
@@ -47,7 +47,7 @@ class LivingRank:
         self._descriptor: int | None = None
 
     def other(self) -> int | None:
-        """Return the pid of another process that runs as this rank, 0 if it is in another container, or None."""
+        """Return the pid of another process that is running as this rank, 0 if it is in another container, or None."""
         if not sys.platform.startswith("linux") or self._descriptor is not None:
             return None
         for folder in private_folders.candidates(self._bases):
@@ -71,7 +71,7 @@ class LivingRank:
 
     def _remove_stale(self, parent: int) -> None:
         for name in os.listdir(parent):
-            # This rank's own file is skipped, because closing any descriptor of it would release the lock.
+            # This rank's own file is skipped, because closing any of its descriptors would release the lock.
             if not name.startswith(_PREFIX) or name == self._name:
                 continue
             with contextlib.suppress(OSError):

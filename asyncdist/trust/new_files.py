@@ -1,8 +1,8 @@
-"""Writes files that replace earlier ones, even in a folder of another user.
+"""Writes files that replace earlier files, even in a folder that belongs to another user.
 
-The owner of a folder can rename its entries at any time, and replace a file that is being written by a symbolic link.
-Files are therefore written in a new private folder, through that folder's descriptor, and then moved. This needs
-procfs. Without it, as on macOS, the private folder is used through its path.
+The owner of a folder can rename its entries at any time, and can put a symbolic link in place of a file that is being
+written. Files are therefore written in a new private folder, through that folder's descriptor, and then moved. This
+needs procfs. Without it, as on macOS, the private folder is used through its path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Final
 
 from asyncdist.trust.private_folders import NotPrivateError
 
-#: Flags for a folder whose entries are created and renamed. Linux's O_PATH does not need the permission to list them.
+#: Flags for a folder whose entries are created and renamed. With Linux's O_PATH, permission to list the entries is not
+#: needed.
 _OUTER: Final = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _INNER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -25,7 +26,7 @@ _FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 @contextlib.contextmanager
 def entered(path: Path, *, follows: bool = True) -> Iterator[int]:
-    """Open a folder for the body of ``with``, and yield its descriptor. If ``follows``, the path may be a link."""
+    """Open a folder for the body of ``with``, and yield its descriptor. If ``follows`` is true, it may be a link."""
     descriptor = os.open(path, _OUTER | (0 if follows else os.O_NOFOLLOW))
     try:
         yield descriptor
@@ -80,7 +81,7 @@ def _moved(inner: int, inner_path: Path, folder: int, path: Path) -> Iterator[Pa
 
 
 def _owner_of_new_files(folder: int, name: str) -> int:
-    """Return the owner of files that this process creates in a folder, which may be another user on NFS."""
+    """Return the owner of files that this process creates in a folder. On NFS, this may be another user."""
     descriptor = os.open(name, _FILE, 0o600, dir_fd=folder)
     try:
         return os.fstat(descriptor).st_uid

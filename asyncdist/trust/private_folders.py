@@ -1,4 +1,4 @@
-"""Opens folders that only this user may enter, even inside shared folders such as ``/tmp``.
+"""Opens folders that only this user may enter, even if they are in shared folders such as ``/tmp``.
 
 In a shared folder, any user can create a folder or a symbolic link with a predictable name. A folder is therefore
 opened without following links, and then checked and used through its descriptor.
@@ -24,20 +24,21 @@ from typing import Final
 
 from asyncdist.validation import printable
 
-#: Error numbers of opening a link, a file, or a folder without permission.
+#: Error numbers for opening a link, a file, or a folder without permission.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
-#: Error numbers of writing to a full disk, or beyond the user's quota.
+#: Error numbers for writing to a full disk, or beyond the user's quota.
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 #: Number of folder names to try in each base folder, because other users may have taken some.
 _COUNT: Final = 8
-#: Age in seconds from which an unlocked folder is removed. The maker of a newer folder may be about to lock it.
+#: Age in seconds at which an unlocked folder is removed. A newer folder may be about to be locked by its maker.
 _LEFT_S: Final = 60.0
 
 
 def candidates(bases: Iterable[str]) -> list[Path]:
     """Return the possible private folders of this user below ``bases``, in order of preference.
 
-    A process uses the first folder that no other user has taken, so all processes of this user choose the same one.
+    A process uses the first of these folders that no other user has taken, so all processes of this user choose the
+    same folder.
     """
     names = [f"asyncdist-{os.getuid()}", *(f"asyncdist-{os.getuid()}-{n}" for n in range(2, _COUNT + 1))]
     return [Path(base, name) for base in dict.fromkeys(bases) for name in names]
@@ -54,8 +55,8 @@ def opened(path: str | Path, *, parent: int | None = None, makes: bool = False) 
     Args:
         path: Path of the folder, relative to ``parent`` if given.
         parent: Descriptor of a folder.
-        makes: Whether to create the folder if it does not exist. The new folder is removed if the body finds no room
-            for a file in it.
+        makes: Whether to create the folder if it does not exist. If there is no space for the body's files, the new
+            folder is removed.
 
     Raises:
         NotPrivateError: The path exists, but is not a folder private to this user.
@@ -107,7 +108,7 @@ def _user(uid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemporaryFolder:
-    """A locked folder of mode 0700.
+    """Refers to a locked folder of mode 0700.
 
     Attributes:
         path: Path of the folder.
@@ -119,7 +120,7 @@ class TemporaryFolder:
 
     @staticmethod
     def make(base: str, prefix: str, name: str) -> TemporaryFolder:
-        """Make the folder ``prefix + name`` in ``base``, and remove folders with this prefix of killed processes.
+        """Make the folder ``prefix + name`` in ``base``. Remove the folders of killed processes with this prefix.
 
         Raise OSError if the folder cannot be made or is not private.
         """
@@ -127,7 +128,8 @@ class TemporaryFolder:
         path = os.path.join(base, prefix + name)
         with opened(path, makes=True) as folder:
             with contextlib.suppress(OSError):  # a network drive may not support locks
-                # A process that looks for left folders may have locked it for a moment. Two hosts may share the folder.
+                # A process that is looking for leftover folders may have locked it for a moment. Two hosts may share
+                # the folder.
                 fcntl.flock(folder, fcntl.LOCK_SH)
                 return TemporaryFolder(path, os.dup(folder))
             return TemporaryFolder(path)
@@ -140,9 +142,9 @@ class TemporaryFolder:
 
 
 def _remove_left(base: str, prefix: str) -> None:
-    """Remove the folders of this user whose maker was killed."""
+    """Remove this user's folders whose makers were killed."""
     for path in Path(base).glob(f"{prefix}*"):
-        # An OSError means that the folder belongs to another user, or that its maker is running and has locked it.
+        # OSError means that the folder belongs to another user, or that its maker is still running and has locked it.
         with contextlib.suppress(OSError), opened(path) as folder:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - os.fstat(folder).st_mtime > _LEFT_S:

@@ -1,4 +1,4 @@
-"""Reads untrusted files of ``torch.save`` without exhausting memory."""
+"""Reads untrusted files in the format of ``torch.save`` without exhausting memory."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import torch
 
 from asyncdist.trust import torch_pickles
 
-#: First bytes of a file of torch 1.6 or newer, by which ``torch.load`` recognises it.
+#: First bytes of a file written by torch 1.6 or newer, by which ``torch.load`` recognises it.
 _ARCHIVE: Final = b"PK\x03\x04"
-#: Maximum size of all tensors that are larger than their memory.
+#: Maximum total size of the tensors that are larger than their memory (expanded tensors).
 _EXPANDED_NBYTES_MAX: Final = 1 << 30
-#: Maximum number of items in lists and dictionaries that occur repeatedly.
+#: Maximum total number of items in lists and dictionaries that occur repeatedly.
 _REPEATED_COUNT_MAX: Final = 1_000_000
 _CONTAINERS: Final = (Mapping, list, tuple, set, frozenset)
-#: The end record of an archive: its mark, and the size and the offset of the list of records, and a comment's size.
+#: The end record of an archive: its mark, the size and offset of the list of records, and the size of a comment.
 _END: Final = struct.Struct("<4s8xIIH")
-#: The locator of the end record for large archives, which is before it: its mark, and the offset of that end record.
+#: The locator, which precedes the end record: its mark, and the offset of the end record for large archives.
 _WIDE_LOCATOR: Final = struct.Struct("<4s4xQ4x")
 #: The end record for large archives.
 _WIDE_END: Final = struct.Struct("<4s36xQQ")
-#: Number of pickles at the beginning of a file of an older torch.
+#: Number of pickles at the beginning of a file written by an older torch.
 _PICKLE_COUNT: Final = 5
 
 
 def load(path: Path, *, is_mapped: bool = False) -> Any:
-    """Return the content of a file of ``torch.save``.
+    """Return the content of a file that may have been written by ``torch.save``.
 
     Args:
-        is_mapped: Whether tensors are memory-mapped. Files of torch before 1.6 cannot be mapped, and are read.
+        is_mapped: Whether tensors are memory-mapped. Files written by torch before 1.6 cannot be mapped, and are read.
 
     Raises:
-        ValueError: The file could take more memory than its size. ``torch.save`` never writes such a file from tensors,
-            numbers, strings, and lists and dictionaries of these.
-        Exception: The file has other content.
+        ValueError: Loading the file could take more memory than its size. ``torch.save`` never writes such a file for
+            tensors, numbers, strings, and lists and dictionaries of these.
+        Exception: The file is not one that ``torch.load`` can read.
     """
     with path.open("rb") as file:
         is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
@@ -59,10 +59,10 @@ def load(path: Path, *, is_mapped: bool = False) -> Any:
 
 
 def check_expanded(content: Any) -> None:
-    """Raise ValueError if tensors that are larger than their memory, as expanded tensors are, have more than 1 GiB.
+    """Raise ValueError if tensors that are larger than their memory (expanded tensors) exceed 1 GiB in total.
 
-    A file stores only the memory, so that a copy of such a tensor could be much larger than the file. Also raise
-    ValueError if lists and dictionaries contain the same ones so often that a copy could be much larger.
+    A file stores only the memory, so a copy of such a tensor could be much larger than the file. Also raise ValueError
+    if the same lists and dictionaries are contained in others so often that a copy could be much larger.
     """
     nbytes = 0
     for tensor in _plain_tensors(content):
@@ -75,9 +75,9 @@ def check_expanded(content: Any) -> None:
 
 
 def _plain_tensors(content: Any) -> list[torch.Tensor]:
-    """Return each tensor with memory once. Raise ValueError if containers contain the same containers too often."""
+    """Return each tensor that has memory, once. Raise ValueError if the same containers occur in others too often."""
     found: dict[int, torch.Tensor] = {}
-    counts: dict[int, int] = {}  # number of items in each container and the containers in it, by its id
+    counts: dict[int, int] = {}  # number of items in each container, including the containers in it, by its id
     begun = set[int]()
     left, item_count = [content], 0
     while left:
@@ -113,7 +113,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_archive(file: IO[bytes]) -> None:
-    """Raise ValueError if a file of ``torch.save`` could take more memory than its size."""
+    """Raise ValueError if loading a file in the format of ``torch.save`` could take more memory than its size."""
     nbytes = file.seek(0, io.SEEK_END)
     _check_directory(file, nbytes)
     with zipfile.ZipFile(file) as archive:
@@ -123,15 +123,15 @@ def check_archive(file: IO[bytes]) -> None:
         if sum(each.file_size for each in records) > nbytes:
             raise ValueError("its records are larger than the file")
         for each in records:
-            if each.filename.lower().endswith("data.pkl"):  # torch ignores the case
+            if each.filename.lower().endswith("data.pkl"):  # torch ignores the case of names
                 torch_pickles.check(io.BytesIO(archive.read(each)))
 
 
 def _check_directory(file: IO[bytes], nbytes: int) -> None:
-    """Raise ValueError unless the list of records in an archive ends where its end record begins.
+    """Raise ValueError unless an archive's list of records ends where the end record begins.
 
-    Python reads the list directly before the end record, and torch at the offset that the end record states. In another
-    archive they could therefore read different lists.
+    Python reads the list directly before the end record, and torch reads it at the offset that the end record states.
+    In any other archive, they could read different lists.
     """
     at = nbytes - _END.size
     mark, size, offset, comment_nbytes = _read(file, _END, at)

@@ -1,11 +1,11 @@
-"""Checks which functions a pickle of an untrusted file of ``torch.save`` calls, and with which arguments.
+"""Checks which functions a pickle in an untrusted ``torch.save`` file calls, and with which arguments.
 
 ``torch.load(weights_only=True)`` allows only functions that run no code of the file. With chosen arguments, some of
-them nevertheless create large objects from a few bytes: ``torch.FloatTensor(1 << 40)`` is a tensor of 4 TiB, and
-nested calls of ``_codecs.encode(data, "hex")`` double a string each time. Computing the hash of a tuple takes years if
-both of its items are the same tuple, and so on sixty times. A dictionary whose n keys have equal hashes takes n * n
-comparisons. This module therefore follows a pickle's instructions without creating its objects, and allows only the
-calls that ``torch.save`` writes.
+them nevertheless create large objects from a few bytes: ``torch.FloatTensor(1 << 40)`` is a tensor of 4 TiB, and nested
+calls of ``_codecs.encode(data, "hex")`` double a string each time. Computing the hash of a tuple takes years if both of
+its items are the same tuple, both of whose items are the same tuple, and so on for sixty levels. A dictionary whose n
+keys have equal hashes takes n * n comparisons. This module therefore follows a pickle's instructions without creating
+its objects, and allows only the calls that ``torch.save`` writes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Final
 
 import torch
 
-#: Number of items that a tuple, and the tuples in it, may always have together. A larger number is allowed if the
-#: pickle contains that many items.
+#: Number of items that a tuple, including the tuples in it, may always have. A larger number is allowed if the pickle
+#: itself contains that many items.
 _ITEM_COUNT_MAX: Final = 1_000_000
-#: Number of different large numbers, or tuples that may become keys, that may have the same hash. Other values than -1
-#: and -2, and tuples of them, have equal hashes only if they were chosen.
+#: Number of different large numbers, or tuples that may become keys, that may have the same hash. Apart from -1 and -2,
+#: and tuples with them, values have equal hashes only if they were chosen for that.
 _EQUAL_HASH_COUNT_MAX: Final = 100
-#: Integers of smaller absolute value have different hashes.
+#: Absolute value below which different integers have different hashes.
 _HASH_MODULUS: Final = sys.hash_info.modulus
 _UNKNOWN: Final = "call of an unknown function"
 _REBUILD_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
@@ -33,7 +33,7 @@ _REBUILD_FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function or class, by its full name."""
+    """Represents a function or class by its full name."""
 
     name: str
 
@@ -44,7 +44,7 @@ class _Tuple:
 
     Attributes:
         count: Number of items in it and in the tuples that it contains.
-        hash: Hash of the tuple that is loaded, if all items are numbers, strings or such tuples.
+        hash: Hash that the loaded tuple will have, if all items are numbers, strings or such tuples.
         other_hash: Hash that differs between different tuples even if ``hash`` does not.
     """
 
@@ -59,17 +59,17 @@ class _Tuple:
 
 @dataclass(slots=True)
 class _Container:
-    """A list or dictionary, and its items, or keys and values."""
+    """Represents a list and its items, or a dictionary and its keys and values."""
 
     kind: str
     items: list[Any] = field(default_factory=list)
 
 
-# Strings and numbers on the stack are themselves, and all other values are None.
+# Strings and numbers on the stack represent themselves, and None represents all other values.
 _MARK: Final = object()
 
 
-#: Functions that ``torch.save`` calls with any arguments, and which copy nothing.
+#: Functions that copy nothing, and that ``torch.save`` files call with any arguments.
 _REBUILDING: Final = frozenset(
     (
         *(f"torch._utils._rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "qtensor", "sparse_tensor")),
@@ -78,7 +78,7 @@ _REBUILDING: Final = frozenset(
         *("torch.serialization._get_layout", "torch.device", "builtins.complex"),
     )
 )
-#: Functions that ``torch.save`` calls with certain arguments, which they copy.
+#: Functions that copy their arguments, and that ``torch.save`` files call with certain arguments only.
 _COPYING: Final = frozenset(
     ("torch.Size", "collections.OrderedDict", "collections.Counter", "builtins.set", "_codecs.encode")
 )
@@ -103,15 +103,15 @@ def _copied_count(name: str, arguments: tuple[Any, ...]) -> int | None:
     return None
 
 
-#: Beginnings and ends of the names of other functions and classes that torch allows.
+#: Prefixes and suffixes of the names of other functions and classes that torch allows.
 _MODULES_OF_TORCH: Final = ("torch._utils.", "torch._tensor.", "torch.storage.", "torch.nn.parameter.", _UNKNOWN)
 _CLASSES_OF_TORCH: Final = ("Tensor", "Storage")
 
 
 def check(data: Any) -> None:
-    """Raise ValueError if a pickle makes a call that could take much memory or time.
+    """Raise ValueError if a pickle contains a call that could take much memory or time.
 
-    Functions that torch refuses are not checked.
+    Calls of functions that torch refuses are not checked.
 
     Args:
         data: Binary file, which is read to the end of the pickle.
@@ -127,13 +127,13 @@ class _Values:
     def __init__(self) -> None:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
-        self._count = 0  # number of instructions so far, and of characters in strings
+        self._count = 0  # number of instructions and of characters in strings so far
         self._copied_count = 0
         self._hashes: dict[int, tuple[int, ...]] = {}  # other hashes of the different values with each hash
         self._users = set(map(_name_of, torch.serialization.get_safe_globals()))
 
     def follow(self, name: str, argument: Any) -> None:
-        """Follow one instruction, by its name in :mod:`pickletools`."""
+        """Follow one instruction, given by its name in :mod:`pickletools`."""
         self._count += 1
         if name in _CONSTANTS:
             self._stack.append(_CONSTANTS[name])
@@ -190,7 +190,7 @@ class _Values:
     def _append(self, items: list[Any]) -> None:
         if self._stack and isinstance(self._stack[-1], _Container):
             if not self._stack[-1].items:
-                self._count_keys(items[:1])  # a list of a key and a value may become an item of a dictionary
+                self._count_keys(items[:1])  # a list of a key and a value may become a dictionary item
             self._stack[-1].items += items
 
     def _set_items(self, items: list[Any]) -> None:
@@ -208,7 +208,7 @@ class _Values:
         self._stack.append(made)
 
     def _count_keys(self, values: Sequence[Any]) -> None:
-        """Count the hashes of tuples that are or may become keys or items of a set. Others may have equal hashes."""
+        """Count equal hashes of tuples that are or may become keys or set items. Other tuples may have equal hashes."""
         for value in values:
             if isinstance(value, _Tuple):
                 self._count_hash(value.hash, value.other_hash)
@@ -221,7 +221,7 @@ class _Values:
             self._hashes[value] = *others, other
 
     def _result(self, function: Any, arguments: Any) -> Any:
-        """Return the result of a call, as a value on the stack, if its hash does not depend on the process."""
+        """Return a call's result as a value on the stack, if its hash does not depend on the process."""
         name = function.name if isinstance(function, _Function) else _UNKNOWN
         match name, arguments.items if isinstance(arguments, _Tuple) else ():
             case "torch.Size", (_Tuple() as items,):
@@ -237,7 +237,7 @@ class _Values:
         items = arguments.items if isinstance(arguments, _Tuple) else ()
         if name in self._users:
             return
-        if name == _REBUILD_FROM_TYPE and not is_new:  # calls its first argument with its third
+        if name == _REBUILD_FROM_TYPE and not is_new:  # this function calls its first argument with its third
             self._check_call(items[0] if items else None, items[2] if len(items) > 2 else None, is_new=False)
         elif name == "builtins.bytearray":
             raise ValueError("it has a bytearray, which must be a tensor of uint8 or bytes")
@@ -280,5 +280,5 @@ def _other_hash(value: Any) -> int:
 
 
 def _name_of(safe: Any) -> str:
-    """Return the full name of a global that the user has declared as safe, alone or with another name."""
+    """Return the full name of a global that the user has declared safe, either alone or with another name."""
     return str(safe[1]) if isinstance(safe, tuple) else f"{safe.__module__}.{safe.__qualname__}"

@@ -7,15 +7,15 @@ Both sides send lines of JSON. The launcher writes commands to the agent's stand
     {"start": RANK, "command": [...], "environ": {...}}       starts a rank; answered by ``ended`` when it has ended
     {"signal": RANK, "number": N}                             sends a signal to a rank
     {"end": RANK}                                             kills a rank, and all its processes
-    {"guardian": RANK, "number": N}                           sends a signal to the guardian of an mpirun's rank
+    {"guardian": RANK, "number": N}                           sends a signal to the guardian of a rank of mpirun
     {"probe": true}                                           answered by ``alive`` immediately
 
 The agent writes its answers to standard output, between the ranks' output lines. Each answer begins with a mark that
-contains the launcher's TOKEN. When standard input ends, because the launcher, ssh or the network has failed, the agent
-kills all ranks. If the agent itself is killed on Linux, the guardians kill the ranks.
+contains the launcher's TOKEN. When its standard input ends, because the launcher, ssh or the network has failed, the
+agent kills all ranks. If the agent itself is killed on Linux, the guardians kill the ranks.
 
-If an mpirun starts the ranks, the TOKEN of ``reports`` is not empty. The agent then forwards each report of their
-guardians as ``report``, and makes private folders for Open MPI, which it removes when it ends.
+If mpirun starts the ranks, the TOKEN of ``reports`` is not empty. The agent then forwards each report from their
+guardians as ``report``. It also makes private folders for Open MPI, and removes them when it ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-#: Path of this file, to run it as a program.
+#: Path of this file, which is run as a program.
 PROGRAM: Final = os.path.abspath(__file__)
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(PROGRAM))))
@@ -42,7 +42,7 @@ from asyncdist.launchers import addresses, child_environment  # noqa: E402
 from asyncdist.trust.mpi_folders import MpiFolders  # noqa: E402
 from asyncdist.trust.private_folders import TemporaryFolder  # noqa: E402
 
-#: Line that makes the thread that reads guardians' reports end.
+#: Line that ends the thread that reads guardians' reports.
 _OVER: Final = b"over\n"
 
 
@@ -151,7 +151,7 @@ class _Agent:
 
 
 class GuardianReports:
-    """Calls ``forward`` in a thread with each report of a job's guardians on this host, and sends them signals.
+    """Calls ``forward``, in a thread, with each report from a job's guardians on this host, and sends them signals.
 
     The guardians (supervising processes) write to a FIFO. Reports in a rank's output could be lost, because mpirun
     stops reading output when it stops the ranks.
@@ -163,10 +163,10 @@ class GuardianReports:
         self._folder: TemporaryFolder | None = None
         self._reader: threading.Thread | None = None
         path = guardians.reports_path(token)
-        with contextlib.suppress(OSError):  # without a FIFO, guardians write to their ranks' output
+        with contextlib.suppress(OSError):  # without a FIFO, guardians write to the output of their ranks
             self._folder = TemporaryFolder.make(*os.path.split(guardians.REPORTS_FOLDER), guardians.reports_name(token))
             os.mkfifo(path, mode=0o600)
-            # O_RDWR keeps a writer open, so that the reader never sees an end of file.
+            # With O_RDWR, the FIFO always has a writer, so the reader never sees an end of file.
             self._fifo = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
             self._reader.start()

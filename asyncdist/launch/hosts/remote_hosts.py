@@ -1,12 +1,12 @@
 """Connects to other hosts by ssh, checks them, and starts ranks on them.
 
 On each host, ssh runs :mod:`asyncdist.launch.hosts.host_agent` with this process's interpreter and working directory,
-so all hosts of a job need the same files at the same paths. All hosts are checked before the first rank starts, so that
-one error reports all problems. When this process ends, the ssh processes and all processes started by agents end.
+so all hosts of a job need the same files at the same paths. All hosts are checked before the first rank starts, so one
+error reports all problems. When this process ends, the ssh processes and all processes started by agents end.
 
 A host may freeze or be unplugged, and ssh notices this only after many minutes. The launcher therefore probes the
-agents. A silent host, or the end of its connection, does not end a job on torch, because the ranks of the other hosts
-notice the loss and continue. When only ranks of silent hosts are left, the launcher stops waiting for them.
+agents. If a host is silent or its connection ends, a job on torch does not end, because the ranks on the other hosts
+notice the loss and continue. When only ranks on silent hosts are left, the launcher stops waiting for them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from asyncdist.launchers import launcher_signals
 from asyncdist.trust.mpi_folders import MpiFolders
 from asyncdist.wording import ranks_in_words
 
-#: Default command to reach a host. It fails if it would have to ask for a password or about an unknown host's key.
+#: Default command to reach a host. It fails instead of asking for a password or about an unknown host's key.
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 #: Maximum seconds for hosts to respond to the check.
 HELLO_S: Final = 30.0
 #: Seconds between probes of an agent.
 PROBE_S: Final = 5.0
-#: Seconds without an answer to the probes after which a host counts as silent.
+#: Seconds without any answer to a probe after which a host counts as silent.
 SILENCE_S: Final = 30.0
 #: Maximum seconds for ssh to end after the agent was asked to end.
 _CLOSE_S: Final = 15.0
-#: Exit code of ranks whose host is lost. It is also ssh's code for a failed connection.
+#: Exit code of ranks whose host is lost. ssh also uses this code for a failed connection.
 _LOST_CODE: Final = 255
-#: Variables that describe a host, a login or a terminal, and are not passed to other hosts.
+#: Environment variables that describe a host, a login or a terminal, and are not passed to other hosts.
 _HOST_BOUND: Final = (
     *("HOSTNAME", "DISPLAY", "XAUTHORITY", "PWD", "OLDPWD", "SHLVL", "_"),
     *("TERM", "TERMCAP", "TERMINFO", "TERMINFO_DIRS"),
@@ -74,7 +74,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Parse a list of hosts like ``a:4,b:4``. A host without a number has one rank. Raise LaunchError if invalid."""
+    """Parse a list of hosts like ``a:4,b:4``. Without a number, a host has one slot. Raise LaunchError if invalid."""
     hosts: list[Host] = []
     for word in text.split(","):
         name, colon, number = word.partition(":")
@@ -109,7 +109,7 @@ def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def split_ssh(command: str) -> list[str]:
-    """Split the value of ``--ssh`` into words, and find the program's path. Raise LaunchError if it is missing."""
+    """Split the value of ``--ssh`` into words, and find the program's path. Raise LaunchError for a missing program."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -124,7 +124,7 @@ def split_ssh(command: str) -> list[str]:
 
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to pass to ranks on other hosts: all except those that describe this host."""
+    """Return the environment variables to pass to ranks on other hosts: all except those that describe this host."""
     bound = {name for name in environ if name in _HOST_BOUND or name.startswith(_HOST_BOUND_PREFIXES)}
     return {name: text for name, text in environ.items() if name not in bound and name.isidentifier()}
 
@@ -164,7 +164,7 @@ class RemoteRank:
 
 
 class Agent:
-    """Connects to the agent program on a host, which starts ranks there. Prints the ranks' output.
+    """Connects to the agent program on a host, which starts ranks there, and prints the ranks' output.
 
     ``cores``, ``port`` and ``folders`` are known after :meth:`check`.
 
@@ -174,7 +174,8 @@ class Agent:
         reports: Token of a job whose ranks' guardians (supervising processes) send reports; "" if they send none.
 
     Attributes:
-        on_report: Function called in a thread with each report of a guardian.
+        on_report: Function called, in a thread, with each report from a guardian.
+        cores: Number of cores of the host.
         port: Free port on the host.
         folders: Private folders for Open MPI on the host.
     """
@@ -245,7 +246,7 @@ class Agent:
     def start(
         self, rank: int, command: Sequence[str], variables: Mapping[str, str], ended: Callable[[], object]
     ) -> RemoteRank:
-        """Start a rank on the host. Call ``ended`` when the rank has ended, in a thread or, on a lost host, at once."""
+        """Start a rank on the host. Call ``ended``, in a thread, when it has ended, or at once if the host is lost."""
         started = RemoteRank(self, rank, ended)
         with self._lock:
             is_lost = self._is_lost
@@ -267,7 +268,7 @@ class Agent:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether ranks run on the host."""
+        """Whether ranks are running on the host."""
         return bool(self._ranks)
 
     @property
@@ -277,9 +278,10 @@ class Agent:
         return self._unanswered_count * PROBE_S > SILENCE_S
 
     def probe(self) -> None:
-        """Ask the agent for an answer. Do not ask a silent agent, because many requests would fill the pipe to ssh.
+        """Ask the agent for an answer, unless it is silent: requests without answers would fill the pipe to ssh.
 
-        If this process's output is blocked, as by Ctrl-S in a terminal, the answers cannot be read and do not count.
+        Nor is it asked while this process's output is blocked (for example, by Ctrl-S in a terminal), because its
+        answers cannot be read then.
         """
         if not self.is_silent and not self._printing:
             self._unanswered_count += 1
@@ -340,9 +342,9 @@ class Agent:
             self._answers.put(message)
 
     def _lose(self) -> None:
-        """Report the end of the connection, to the user and to all code that waits for the host or its ranks."""
+        """Report the end of the connection to the user, and to all code that is waiting for the host or its ranks."""
         self._answers.put({})
-        with self._lock:  # a rank that is started later must end, too
+        with self._lock:  # a rank that is started later must also end
             self._is_lost = True
             lost = dict(self._ranks)
         if lost:
@@ -373,7 +375,7 @@ class Agent:
 
 
 def _remote_command(token: str) -> str:
-    """Return a command line that starts the agent under any shell that the user has on the host."""
+    """Return a command line that starts the agent, whatever shell the user has on the host."""
     folder, python, agent = map(shlex.quote, (os.getcwd(), sys.executable, host_agent.PROGRAM))
     steps = f"cd {folder} || exit 91; test -x {python} || exit 92; test -r {agent} || exit 93"
     return f"exec sh -c {shlex.quote(f'{steps}; exec {python} {agent} {token}')}"
@@ -403,7 +405,7 @@ def connected(
 
 
 def close_all(agents: Sequence[Agent], patience_s: float = _CLOSE_S) -> None:
-    """Close the connections to all hosts at the same time. See :meth:`Agent.close`."""
+    """Close the connections to all hosts simultaneously. See :meth:`Agent.close`."""
     closing = [threading.Thread(target=agent.close, args=(patience_s,)) for agent in agents]
     for thread in closing:
         thread.start()
@@ -421,7 +423,7 @@ def silences(agents: Sequence[Agent], is_over: threading.Event) -> Iterator[list
 
 @contextlib.contextmanager
 def giving_up_silent_hosts(agents: Sequence[Agent]) -> Iterator[None]:
-    """During the ``with`` block, disconnect from hosts that do not respond, once all ranks of the others have ended."""
+    """During the ``with`` block, disconnect from silent hosts once all ranks on the other hosts have ended."""
     is_over = threading.Event()
 
     def watch() -> None:

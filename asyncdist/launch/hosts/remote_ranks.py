@@ -1,4 +1,4 @@
-"""Starts ranks of a script on several hosts with the variables that torchrun sets: ``asyncdist run --hosts``.
+"""Starts ranks of a script on several hosts with torchrun's environment variables: ``asyncdist run --hosts``.
 
 :mod:`asyncdist.launch.supervision.supervisor` supervises them like ranks on this host.
 """
@@ -23,7 +23,7 @@ def run(script: str, arguments: Sequence[str], options: argparse.Namespace, envi
 
     Args:
         options: Options of ``asyncdist run``. The ``hosts`` and the words of the command ``ssh`` are lists.
-        environ: Environment of this process. The ranks get the variables that do not describe this host.
+        environ: Environment of this process. The ranks get all variables that do not describe this host.
     """
     command = rank_program.rank_command(script, arguments)
     secret = local_ranks.given_secret(environ) or job_secret.draw()

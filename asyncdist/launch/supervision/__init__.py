@@ -1,1 +1,1 @@
-"""Supervises ranks for a launcher: restarts them, passes on signals, and finds the rank that has ended the job."""
+"""Supervises ranks for a launcher: restarts them, passes on signals, and finds out which rank has ended the job."""

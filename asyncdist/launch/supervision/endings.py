@@ -1,4 +1,4 @@
-"""Describes how ranks have ended, and decides which rank has ended a job on MPI. All functions are pure."""
+"""Describes how ranks have ended, and decides which rank has ended an MPI job. All functions are pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from asyncdist.wording import ranks_in_words
 
 #: Return codes of ranks that were stopped by another rank or by mpirun, and are not the cause.
 _STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
-#: Exit code of a rank that Open MPI ends after a lost connection; the number of MPI_ERR_UNKNOWN.
+#: Exit code of a rank that Open MPI ends after a lost connection. It is the value of MPI_ERR_UNKNOWN.
 _CONNECTION_LOST: Final = 14
-#: Most frequent reason for a signal that nobody has sent. Open MPI's shared memory takes its pages at the first use.
+#: Most frequent reason for a signal that no process has sent. Open MPI's shared memory gets its pages at the first use.
 _HINTS: Final[Mapping[int, str]] = {
     signal.SIGKILL: " (the kernel kills processes when memory is short: see dmesg)",
     signal.SIGBUS: " (often because shared memory is full: see df /dev/shm)",
@@ -22,7 +22,7 @@ _HINTS: Final[Mapping[int, str]] = {
 
 
 def exit_code(returncode: int) -> int:
-    """Return the exit code that a shell shows for a process with this return code."""
+    """Return the exit code that a shell shows for a process with the return code ``returncode``."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -38,16 +38,16 @@ def describe_end(returncode: int, *, was_passed_on: bool = False) -> str:
 
 @dataclass(slots=True)
 class JobEnds:
-    """Records how the ranks under an mpirun have ended, and decides the job's exit code and which ends to report.
+    """Records how the ranks under mpirun have ended, and decides the job's exit code and which ends to report.
 
     Attributes:
-        survival_option: Option with which the other ranks would have survived a killed rank; "" if there is none.
+        survival_option: Option with which the other ranks would have survived the loss of a rank; "" if there is none.
         survives: Whether the job continues when ranks die.
         is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends a rank that loses a connection.
         passed_on: Signals that the launcher has passed on to the ranks.
         codes: Exit code of each ended rank, in chronological order; negative for a signal.
         cause: Rank whose exit code or signal shows that it has ended the job; None if there is none.
-        asked_to_end: Signal that the launcher has received to end the job; None if there is none.
+        asked_to_end: Signal by which the launcher was asked to end the job, or None.
     """
 
     ranks: int
@@ -62,8 +62,8 @@ class JobEnds:
     def note(self, rank: int, code: int) -> str | None:
         """Record how a rank has ended. Return a line to print immediately, or None.
 
-        A rank that ends with 1, as Python does after any exception, may only have reacted to another rank's failure.
-        So may a rank that Open MPI ends after a lost connection to another host.
+        A rank that ends with code 1, as Python does after any exception, may only have reacted to another rank's
+        failure. The same is true of a rank that Open MPI ends after a lost connection to another host.
         """
         is_first = not any(code and not self._is_of_connection(code) for code in self.codes.values())
         self.codes[rank] = code
@@ -106,10 +106,10 @@ class JobEnds:
         return self.is_across_hosts and code == _CONNECTION_LOST
 
     def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
-        """Return the exit code and the lines to print for a job that survives the loss of some ranks.
+        """Return the exit code and the lines to print for a job that continues when ranks are lost.
 
-        mpirun's code may belong to a rank that another rank has stopped. The code of a rank that failed on its own is
-        therefore preferred.
+        mpirun's code may belong to a rank that was stopped by another rank. Therefore, the code of a rank that failed
+        on its own is preferred.
         """
         codes = list(self.codes.values())
         if code:

@@ -1,15 +1,15 @@
-"""Filters the standard error of an mpirun and its ranks.
+"""Filters the standard error of mpirun and its ranks.
 
-All bytes are passed through, except for:
+All bytes are passed through except these:
 
-- Messages in which mpirun blames the rank that ended first. This rank often stopped only because a different rank
-  failed, so the launcher reports the failure instead.
-- A line in which mpirun says that it could not notify a rank, because this rank has just ended.
+- Messages in which mpirun blames the rank that ended first. This rank often stopped only because a different rank had
+  failed, so the launcher reports that failure instead.
+- A line in which mpirun says that it could not notify a rank that has just ended.
 - Reports of guardians (processes that supervise ranks) on other hosts, each in a line with a mark.
 
-The filter also detects two kinds of messages. One says that mpirun has lost a host, which its exit code does not show.
-The other says that a rank has no connection to another host, after which Open MPI ends the job without an error in
-Python.
+The filter also detects two kinds of messages. One says that mpirun has lost a host, which mpirun's exit code does not
+show. The other says that a rank has no connection to another host. Open MPI then ends the job without raising an error
+in Python.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _BLAMES: Final = tuple(
 #: Message of Open MPI 5 about a rank that has ended before mpirun could notify it of an event.
 _UNNOTIFIED_WORDS: Final = b"PMIX ERROR: PMIX_ERR_UNREACH in file "
 _UNNOTIFIED: Final = re.compile(rb"\[[^\s\]]+:\d+\] " + _UNNOTIFIED_WORDS + rb"\S*pmix_server\.c at line \d+\n")
-#: Open MPI's message about a refused or unanswered connection, with a host or address and the reason.
+#: Open MPI's message about a refused or unanswered connection, with the host or address and the reason.
 _UNREACHED: Final = (
     re.compile(rb"peer: (\S+) Unable to connect to the peer (\S+ on port \d+: [^\n]*)\n"),
     re.compile(rb"Message: +connect\(\) to (\S+):\d+ failed\n +Error: +([^\n]*) \(\d+\)\n"),
 )
-#: Open MPI's message about a silent connection. It prints a different message if a rank was killed.
+#: Open MPI's message about a silent connection. If a rank was killed, Open MPI prints a different message.
 _SILENT: Final = re.compile(
     rb"peer: (\S+) mca_btl_tcp_frag_\w+: \w+ failed: (Connection timed out|[^\n]*unreachable) \("
 )
@@ -50,17 +50,17 @@ _SILENT: Final = re.compile(
 _ENDER: Final = re.compile(
     rb"An error occurred in Socket closed\s+\[([^]\s:]+):\d+\] \*\*\* reported by process \[\d+,(\d+)\]"
 )
-#: Number of earlier bytes to keep, in order to recognise messages that arrive in pieces.
+#: Number of earlier bytes to keep so that messages that arrive in pieces are recognised.
 _LONGEST: Final = 1024
 
 
 class MpirunOutputFilter:
-    """Filters an mpirun's standard error as the bytes arrive. Reports of guardian processes begin with ``mark``.
+    """Filters mpirun's standard error as the bytes arrive. Reports from guardian processes begin with ``mark``.
 
     Attributes:
         blames: Suppressed messages that blame a rank.
         lost_node: Name of the host that mpirun has lost, if mpirun printed it.
-        silent: Host that a rank's connection no longer reaches, and the reason, if any.
+        silent: Host to which a rank has lost its connection, and the reason, if any.
         unreached: Host that a rank could not reach, and the reason, if any.
         ender: Host and number of the rank that ended the job because it lost a connection, if any.
     """
@@ -80,7 +80,7 @@ class MpirunOutputFilter:
 
     @property
     def has_held_bytes(self) -> bool:
-        """Whether the filter holds back bytes that may begin a message."""
+        """Whether the filter is holding back bytes that may be the beginning of a message."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
@@ -100,7 +100,7 @@ class MpirunOutputFilter:
         return passed
 
     def explain_connection(self, survival_option: str = "") -> str | None:
-        """Explain the lost connection that ended the job, and suggest ``survival_option``. Return None if none did."""
+        """Explain the lost connection that ended the job, and suggest ``survival_option``. Return None without one."""
         if self.ender is None:  # MPI used another network, or a rank raised the error itself
             return None
         host, rank = self.ender
@@ -127,13 +127,13 @@ class MpirunOutputFilter:
         return f"mpirun has lost a host, and ended the job early{where}"
 
     def flush(self) -> bytes:
-        """Return the held bytes. Called if the rest of a message does not arrive in time."""
+        """Return the bytes that are being held back. Called if the rest of a message does not arrive in time."""
         held, self._rest = self._rest, b""
         self._is_at_line_start = held.endswith(b"\n")
         return held
 
     def _next(self) -> bytes | None:
-        """Return the next line, or part of a line, from the held bytes, or None if more bytes are needed first."""
+        """Return the next line or part of a line from the held bytes. Return None if more bytes are needed first."""
         if self._is_at_line_start:
             if self._rest.startswith(_BLAMES):
                 end = self._rest.find(b"\n" + _RULE, len(_RULE)) + 1
@@ -173,7 +173,7 @@ class MpirunOutputFilter:
 
 
 def _may_become_unnotified(data: bytes) -> bool:
-    """Return whether further bytes may complete the line of :data:`_UNNOTIFIED`, which ``data`` begins."""
+    """Return whether ``data`` is the beginning of an :data:`_UNNOTIFIED` line that further bytes may complete."""
     if not data.startswith(b"[") or b"\n" in data or len(data) > _LONGEST:
         return False
     host, is_host_complete, words = data.partition(b"] ")

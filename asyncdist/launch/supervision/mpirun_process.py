@@ -1,11 +1,11 @@
-"""Runs an mpirun as a child: passes signals on to the ranks, reports which rank failed, and finds the exit code.
+"""Runs mpirun as a child: passes signals on to the ranks, reports which rank failed, and finds out the exit code.
 
 - mpirun and its ranks are in other process groups, so a terminal's keys reach only this process. It sends signals
-  directly to the guardians (supervising processes) of ranks on this host. An mpirun that got the signal would stop
-  reading its ranks' output, and kill them after a quarter of a second. It gets signals only until all ranks have
+  directly to the guardians (supervising processes) of ranks on this host. If mpirun got a signal, it would stop reading
+  its ranks' output, and kill the ranks after a quarter of a second. It therefore gets signals only until all ranks have
   guardians.
-- Guardians report through a pipe how ranks have ended, before mpirun notices. This process can therefore name the
-  failed rank before the other ranks print errors, and suppresses mpirun's own message.
+- Guardians report through a pipe how ranks have ended, before mpirun notices that they have. This process can therefore
+  name the failed rank before the other ranks print errors. It suppresses mpirun's own message.
 - On other hosts, agents forward reports and signals.
 - In a job that survives lost ranks, mpirun takes minutes to detect lost hosts. Until all ranks are connected, this
   process therefore probes the agents, and ends the job if a host does not respond.
@@ -38,9 +38,9 @@ from asyncdist.launchers import launcher_signals
 
 #: Maximum seconds for mpirun to end before it is killed.
 _MPIRUN_STOP_S: Final = 5.0
-#: Maximum seconds to read standard error after mpirun has ended, because a leftover process may keep it open.
+#: Maximum seconds to read standard error after mpirun has ended. A leftover process may keep it open.
 _LAST_WORDS_S: Final = 1.0
-#: Maximum seconds for the agent of another host, which may be unplugged, to forward its last reports.
+#: Maximum seconds for the agent on another host to forward its last reports. The host may be unplugged.
 _AGENT_END_S: Final = 3.0
 #: Maximum seconds to hold back the beginning of an mpirun message before printing it incomplete.
 _HOLD_S: Final = 0.2
@@ -62,9 +62,9 @@ def run(
     """Run mpirun, and return the job's exit code when it has ended.
 
     Args:
-        ends: Record of the ranks' ends, which decides the exit code.
+        ends: Record of how the ranks have ended, which decides the exit code.
         token: Token that marks the reports of guardian processes.
-        agents: Connections to the agents on the ranks' hosts; empty if the ranks are on this host.
+        agents: Connections to the agents on the hosts of the ranks; empty if the ranks are on this host.
     """
     with local_host.shared_file_variables() as variables:
         code = _Job(mpirun, command, {**environ, **variables}, ends, token or secrets.token_hex(8), agents).run()
@@ -74,7 +74,7 @@ def run(
 
 
 class _Job:
-    """Runs one mpirun and supervises its ranks, with the arguments of :func:`run`."""
+    """Runs one mpirun and supervises its ranks. The arguments are those of :func:`run`."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Job:
                 self._start_threads()
                 return self._supervise()
         finally:
-            self._have_joined.set()  # ends the probing of hosts
+            self._have_joined.set()  # stops the probing of hosts
             for guardian in self._guarded.values():
                 guardian.close()
 
@@ -263,7 +263,7 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """Unless all ranks are connected, end the job, because ``hosts`` are silent. mpirun would wait for minutes."""
+        """End the job because ``hosts`` are silent, unless all ranks are connected. mpirun would wait for minutes."""
         if self._have_joined.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True
@@ -299,7 +299,7 @@ class _Job:
         self._events.put(("report", (int(rank), what, int(number), agent)))
 
     def _copy(self, pipe: IO[bytes]) -> None:
-        """Copy mpirun's standard error, except reports of guardian processes and messages that blame a rank."""
+        """Copy mpirun's standard error, except reports from guardian processes and messages that blame a rank."""
         with pipe:
             data = b"more"
             while data:

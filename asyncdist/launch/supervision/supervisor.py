@@ -1,12 +1,12 @@
-"""Waits for a job's ranks, restarts or stops them, and finds the job's exit code, for ranks without an mpirun.
+"""Waits for a job's ranks, restarts or stops them, and finds out the exit code. For ranks without mpirun.
 
-- The first rank to fail decides the exit code, as with mpirun, unless the code is 1, with which Python ends after any
-  exception. Ranks that stop because a different rank fails often end with 1 before that rank ends. A rank that fails in
-  another way within ``SETTLE_S`` is therefore the cause.
+- As with mpirun, the first rank to fail decides the exit code, unless it ends with code 1, as Python does after any
+  exception. Such a rank often stopped only because a different rank was failing, which ends later. A rank that fails in
+  another way within ``SETTLE_S`` seconds is therefore the cause.
 - The other ranks get SIGTERM, and are killed after ``launcher_signals.STOP_S``.
-- A rank that was killed by a signal may be restarted. The supervisor records in the store how processes have ended.
-- An ending signal kills ranks that have joined another launcher's world. If they could stop on their own, they would
-  report a failure, which would end that world.
+- A rank that was killed by a signal may be restarted. In the store, the supervisor records how processes have ended.
+- A signal that ends the job kills ranks that have joined another launcher's world. If they were allowed to stop on
+  their own, they would report a failure, which would end that world.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from asyncdist.wording import ranks_in_words
 #: Seconds between a rank's exit with code 1 and the signal that stops the other ranks.
 SETTLE_S: Final = 2.0
 
-#: Kind of an event, and a signal number or rank. A "key" is a signal that has also reached the terminal's foreground.
-#: "store" means that the process that serves the store has ended with this return code.
+#: Kind of an event, and a signal number or rank. A "key" is a signal that has also reached the terminal's foreground
+#: processes. "store" means that the process that serves the store has ended; its number is the return code.
 Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late", "store"], int]
 
 
@@ -56,7 +56,7 @@ P = TypeVar("P", bound=Process)
 
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Put the signals that arrive during the ``with`` block into the queue ``events``."""
+    """Put the signals that arrive during the ``with`` block in the queue ``events``."""
     with launcher_signals.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
         yield
 
@@ -66,12 +66,12 @@ class Supervisor(Generic[P]):
 
     Args:
         start: Function that starts the process of a rank with the given variables.
-        environments: Variables of each rank's first process, by rank.
+        environments: Environment variables of each rank's first process, by rank.
         restarts: Maximum number of restarts of each rank.
         store: Process that sets keys in the store; None if no rank may join.
-        is_open: Whether a new process may replace a killed rank that is not restarted.
+        is_open: Whether a new process may take over the rank number of a killed rank that is not restarted.
         have_joined: Whether these ranks have joined another launcher's world.
-        at_terminal: Ranks to which the terminal itself sends the signals of its keys (Ctrl-C).
+        at_terminal: Ranks to which the terminal itself sends the signals of its keys, such as Ctrl-C.
 
     Attributes:
         processes: Newest process of each rank that has been started.
@@ -153,7 +153,7 @@ class Supervisor(Generic[P]):
             launcher_signals.stop_with_ranks(number)
             return
         if not self._code:
-            if self._victims:  # report the failure before the ranks are stopped
+            if self._victims:  # reports the failure before the ranks are stopped
                 _explain(self._victims, 1, others=True)
             self._code, self._deadline = 128 + number, None
         self._deadline = self._deadline or time.monotonic() + launcher_signals.STOP_S
@@ -165,10 +165,10 @@ class Supervisor(Generic[P]):
     def _note_end(self, rank: int) -> None:
         self._living.discard(rank)
         process = self.processes[rank]
-        process.end()  # end the rank's remaining child processes
+        process.end()  # ends the rank's remaining child processes
         returncode = process.returncode
         assert returncode is not None, "it has ended"
-        self._note(f"exited/{rank}.{self._newest[rank]}")  # so that no rank tries to connect to it
+        self._note(f"exited/{rank}.{self._newest[rank]}")  # so that no rank tries to connect to this process
         if self._is_open and returncode >= 0:
             self._note_place(rank, is_free=bool(returncode) and self._have_joined)
         if self._code or not returncode:
@@ -189,7 +189,7 @@ class Supervisor(Generic[P]):
             self._stop_after(_explain([rank], returncode, others=others, was_passed_on=was_passed_on))
 
     def _replace(self, rank: int, returncode: int) -> None:
-        """Restart a killed rank, unless no restart or no other rank is left, or the process cannot be started."""
+        """Restart a killed rank, unless it has no restarts left, no other rank is left, or starting a process fails."""
         why = endings.describe_end(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = bool(self._living) or self._have_joined
@@ -214,7 +214,7 @@ class Supervisor(Generic[P]):
             self._note_place(rank, is_free=True)
         else:
             self._note("gone", str(rank))
-        if not self._is_open or self._have_joined or not self._living:  # the job does not continue without it
+        if not self._is_open or self._have_joined or not self._living:  # the job does not continue without this rank
             self._lost_code = self._lost_code or 128 - returncode
 
     def _do_without_store(self, returncode: int) -> None:
@@ -243,7 +243,7 @@ class Supervisor(Generic[P]):
             self.processes[rank].end()
 
     def _send(self, number: int, *, is_key: bool = False) -> None:
-        """Send a signal to the running ranks, except to those that have received it from the terminal."""
+        """Send a signal to the running ranks, except those that have already received it from the terminal."""
         for rank in self._living:
             if not (is_key and rank in self._at_terminal):
                 self.processes[rank].send_signal(number)

@@ -1,9 +1,9 @@
-"""Codecs that encode vectors of float32 in fewer bytes for sending, with a bounded error, and decode them.
+"""Codecs that encode float32 vectors in fewer bytes for sending, with a bounded error, and decode them.
 
 Codecs do not depend on transports. They are deterministic on the CPU and on CUDA devices. Equal values give equal
 bytes, and equal bytes give equal values, except for the bits of NaNs. CUDA tensors are processed on their device,
-without waiting for it. Only float32 and bfloat16 are precise enough for whole states. All other codecs are for
-differences.
+without waiting for it. Only float32 and bfloat16 are precise enough for whole model states. All other codecs are for
+differences between states.
 
 ======== =============== =======================================================================
 name     bytes per value error of a decoded value
@@ -16,8 +16,8 @@ q4       0.516           a factor of sqrt(2), or 2^-6.5 of the block's largest m
 topk     6 * share       none, but only the largest values of each block are kept
 ======== =============== =======================================================================
 
-Averaging ranks send encoded contributions, and then the encoded mean. A contribution has the error stated above, which
-error feedback sends later. The mean of decoded contributions has a codec of its own (:func:`codec_of_means`) and a
+Ranks that average send encoded contributions, and then the encoded mean. A contribution has the error stated above,
+which error feedback sends later. The mean of the decoded contributions has its own codec (:func:`codec_of_means`) and a
 second error, which is not sent later:
 
 ======== ======================= =================================================================

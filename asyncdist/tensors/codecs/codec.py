@@ -1,4 +1,4 @@
-"""Defines the interface of codecs, and the base class of the codecs of blocks, and error feedback."""
+"""Defines the interface of codecs, the base class of codecs that encode blocks, and error feedback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from asyncdist import validation
 
-#: Number of values processed at a time on the CPU: 256 KiB, which stay in a core's private cache during all passes.
+#: Number of values processed at a time on the CPU: 256 KiB, which stay in a core's private cache through all passes
+#: over the values.
 _PIECE_COUNT: Final = 1 << 16
 #: Number of values processed at a time on other devices: 16 MiB, to limit the size of temporaries.
 _DEVICE_PIECE_COUNT: Final = 1 << 22
@@ -20,10 +21,10 @@ _DEVICE_PIECE_COUNT: Final = 1 << 22
 
 @runtime_checkable
 class Codec(Protocol):
-    """Encodes vectors of float32 as bytes.
+    """Encodes float32 vectors as bytes.
 
     A vector consists of blocks that are encoded independently. A slice of whole blocks that begins at ``start`` is
-    therefore encoded in the bytes from ``nbytes(start)``.
+    therefore encoded in the bytes from ``nbytes(start)`` on.
     """
 
     @property
@@ -32,7 +33,7 @@ class Codec(Protocol):
 
     @property
     def for_states(self) -> bool:
-        """Whether the codec is precise enough for whole states, and not only for differences."""
+        """Whether the codec is precise enough for whole model states, and not only for differences between states."""
 
     @property
     def block(self) -> int:
@@ -45,7 +46,7 @@ class Codec(Protocol):
         """Encode ``values`` into ``out``.
 
         Args:
-            values: Contiguous 1-D tensor of float32, not changed.
+            values: Contiguous 1-D float32 tensor. It is not changed.
             out: Contiguous 1-D tensor of ``nbytes(len(values))`` uint8 on the device of ``values``, at any address.
 
         Raises:
@@ -56,8 +57,8 @@ class Codec(Protocol):
         """Decode a vector into ``out``.
 
         Args:
-            encoded: Contiguous 1-D tensor of uint8 that :meth:`encode` has written, not changed.
-            out: Contiguous 1-D tensor of float32, with the length of the vector, on the device of ``encoded``.
+            encoded: Contiguous 1-D uint8 tensor that :meth:`encode` has written. It is not changed.
+            out: Contiguous 1-D float32 tensor with the length of the vector, on the device of ``encoded``.
 
         Raises:
             ValueError: A tensor has another dtype, shape, stride or device.
@@ -65,7 +66,7 @@ class Codec(Protocol):
 
 
 def checked(codec: Codec, values: Tensor, encoded: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors, detached and with stride 1. Raise ValueError if they do not fit the codec or each other."""
+    """Return both tensors, detached and with stride 1. Raise ValueError if they do not fit each other or the codec."""
     for name, tensor, dtype in (("values", values, torch.float32), ("encoded", encoded, torch.uint8)):
         if tensor.dtype != dtype or tensor.ndim != 1 or not tensor.is_contiguous():
             got = f"{tensor.dtype}, shape {tuple(tensor.shape)}, stride {tensor.stride()}"
@@ -136,23 +137,23 @@ class BlockCodec(ABC):
 
 
 class ErrorFeedback:
-    """Encodes the successive differences of one vector, and keeps the residual: the part that encoding has lost.
+    """Encodes the successive differences of one vector, and keeps the residual, which is the part lost in encoding.
 
     This is EF14 (Seide et al. 2014; Karimireddy et al., 1901.09847). For the residual e and the difference D,
     :meth:`encode` encodes e + D, and sets e to ``decay`` * (e + D - decoded). With ``decay`` 1, the decoded
     differences and the residual add up to the sum of all differences, within rounding. MuLoCo and SparseLoCo
     (2508.15706) use a ``decay`` of 0.9 to 0.95.
 
-    An encoded difference is assumed to be received. To undo this after a failed send, copy back a clone of ``residual``
-    from before :meth:`encode`. Do the same if a difference contained a NaN or an infinity, because it makes the
-    residual of its block NaN.
+    An encoded difference is assumed to be received. If a send fails, undo this by copying back a clone of ``residual``
+    that was made before :meth:`encode`. Do the same if a difference contained a NaN or an infinity, because this makes
+    the block's residual NaN.
 
     Args:
         count: Number of values of the vector.
-        decay: Factor of the residual, from 0 to 1.
+        decay: Factor by which the new residual is multiplied, from 0 to 1.
 
     Attributes:
-        residual: 1-D tensor of ``count`` float32 on ``device``, initially zero.
+        residual: 1-D float32 tensor of ``count`` values on ``device``, initially zero.
     """
 
     def __init__(self, count: int, *, decay: float = 1.0, device: torch.device | str = "cpu") -> None:
@@ -164,10 +165,11 @@ class ErrorFeedback:
 
         Args:
             codec: Codec to use, which may differ between calls.
-            difference: Contiguous 1-D tensor of float32, not changed: the whole vector, or a part of it. If it is on
-                another device than the residual, it is encoded there, and the residual is copied piece by piece.
+            difference: Contiguous 1-D tensor of float32, not changed: the whole vector, or a part of it. If it is not
+                on the residual's device, it is encoded on its own device, and the residual is copied there piece by
+                piece.
             out: Contiguous 1-D tensor of ``codec.nbytes(len(difference))`` uint8 on the device of ``difference``.
-            start: Index of the part's first value, the first of a codec block.
+            start: Index of the part's first value, which must be the first value of a codec block.
 
         Raises:
             ValueError: A tensor has another dtype, shape, stride or device. The residual is unchanged.

@@ -1,4 +1,4 @@
-"""Codecs that round each value: to bfloat16, or to a narrower number times the scale of the value's block."""
+"""Codecs that round each value to bfloat16, or to a narrower number times the scale of the value's block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncdist.tensors.codecs.codec import BlockCodec, checked
 
-#: Size in bytes of a scale, a float32 in front of its block.
+#: Size in bytes of a scale, which is a float32 that precedes its block.
 _SCALE_NBYTES: Final = 4
 #: Number of fraction bits of a float32, which are below its exponent bits.
 _FRACTION_BITS: Final = 23
@@ -21,8 +21,8 @@ _Q4_BIAS: Final = 120
 def _write_scale(encoded: Tensor, scale: Tensor, largest: Tensor) -> None:
     """Write each block's scale in front of the block, or NaN if the block's largest magnitude is not finite.
 
-    All values of a block with the scale NaN are decoded to NaN. Otherwise, they could be decoded to wrong but finite
-    values, which would pass every check of the receiver.
+    If the scale is NaN, all values of the block are decoded to NaN. A finite scale could yield wrong but finite values,
+    which would pass all checks at the receiver.
     """
     scale = scale + (largest - largest)  # Adds 0 or NaN. `isfinite` and `where` would take ten operations.
     encoded[:, :_SCALE_NBYTES].copy_(scale.view(torch.uint8))
@@ -30,7 +30,7 @@ def _write_scale(encoded: Tensor, scale: Tensor, largest: Tensor) -> None:
 
 def _read_scale(encoded: Tensor) -> Tensor:
     """Return the scales in front of the blocks as a column."""
-    # A float32 view needs an aligned address, which a copy has.
+    # A float32 view needs an aligned address. A copy has one.
     return encoded[:, :_SCALE_NBYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
@@ -74,14 +74,14 @@ class BFloat16(BlockCodec):
         return 2 * count
 
     def _encode_rows(self, values: Tensor, out: Tensor) -> None:
-        # 2^-126 of a clamped value's excess is added to it. A finite excess vanishes by rounding, an infinite one
-        # restores the infinity, and NaN remains. `isinf` and `where` would take ten times as long.
+        # 2^-126 of a clamped value's excess is added to it. A finite excess vanishes in rounding, an infinite excess
+        # restores the infinity, and NaN remains NaN. `isinf` and `where` would take ten times as long.
         limited = values.clamp(-self._LARGEST, self._LARGEST)
         rounded = limited.sub_(limited - values, alpha=2.0**-126).to(torch.bfloat16)
         out.copy_(rounded.view(torch.uint8))
 
     def _decode_rows(self, encoded: Tensor, out: Tensor) -> None:
-        out.copy_(encoded.clone().view(torch.bfloat16))  # a bfloat16 view needs an aligned address, which a copy has
+        out.copy_(encoded.clone().view(torch.bfloat16))  # a bfloat16 view needs an aligned address; a copy has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,14 @@ class Float16(BlockCodec):
     largest float32 with 11 significant bits, are rounded to it. Blocks with NaNs or infinities are decoded to NaN.
     Including 4 bytes per block for the scale, a value takes 2.016 bytes.
 
-    Source: IEEE 754 binary16, with the scale of loss scaling (1710.03740) chosen per block.
+    Source: IEEE 754 binary16, with a scale as in loss scaling (1710.03740), but chosen per block.
     """
 
     name: ClassVar[str] = "float16"
     block: ClassVar[int] = 256
     #: Largest biased exponent of a finite float32.
     _EXPONENT_MAX: ClassVar[int] = 254
-    #: Exponent of a block's largest magnitude after scaling. It is then below 2^15; float16 ends at 65504.
+    #: Exponent of a block's largest magnitude after scaling. The magnitude is then below 2^15; float16 ends at 65504.
     _ROOM: ClassVar[int] = 14
     #: The largest float32 with the 11 significant bits of a float16. Larger values would round to infinity.
     _LARGEST: ClassVar[float] = torch.finfo(torch.float16).max * 2.0**112
@@ -120,7 +120,7 @@ class Float16(BlockCodec):
         out[:, _SCALE_NBYTES:].copy_(scratch.to(torch.float16).view(torch.uint8))
 
     def _decode_rows(self, encoded: Tensor, out: Tensor) -> None:
-        # A float16 view needs an aligned address, which a copy has.
+        # A float16 view needs an aligned address. A copy has one.
         halves = encoded[:, _SCALE_NBYTES:].clone(memory_format=torch.contiguous_format).view(torch.float16)
         torch.mul(halves, _read_scale(encoded), out=out)
 
@@ -140,7 +140,7 @@ class Int8(BlockCodec):
     name: ClassVar[str] = "int8"
     block: ClassVar[int] = 256
     _LEVEL_MAX: ClassVar[int] = 127
-    #: Smallest scale: the smallest normal float32, so that blocks of zeros and of denormal values need no special case.
+    #: Smallest scale: the smallest normal float32. With it, blocks of zeros or of denormal values need no special case.
     _SCALE_MIN: ClassVar[float] = torch.finfo(torch.float32).tiny
     #: Largest scale: the largest float32 whose product with 127 is finite.
     _SCALE_MAX: ClassVar[float] = float.fromhex("0x1.020406p+121")
@@ -165,7 +165,7 @@ class Int8(BlockCodec):
 class Q4(BlockCodec):
     """Rounds each value to E3M0: a sign and a level L from 1 to 7 for 2^(L-7) of the block's scale, or L = 0 for zero.
 
-    A block has 256 values. Its scale is its largest magnitude, at least 2^-120. The level is the nearest on a
+    A block has 256 values. Its scale is its largest magnitude, at least 2^-120. The level is the nearest one on a
     logarithmic scale. Magnitudes above 2^-6.5 of the block's scale change by a factor of at most sqrt(2), and smaller
     magnitudes become zero. Two values share a byte, with the first in the lower 4 bits. Blocks with NaNs or infinities
     are decoded to NaN. Including 4 bytes per block for the scale, a value takes 0.516 bytes. The relative L2 error of
@@ -205,7 +205,7 @@ class Q4(BlockCodec):
 
 
 def _q4_pairs(device: torch.device) -> Tensor:
-    """Return, for each of the 256 bytes, the ratios of its two values as one complex number."""
+    """Return, for each of the 256 possible bytes, the ratios of its two values to the scale, as one complex number."""
     place = torch.arange(256, dtype=torch.int32, device=device)
     codes = torch.stack((place & 15, place >> 4), dim=1)
     levels, signs = codes & 7, (codes & 8) << 28

@@ -1,1 +1,1 @@
-"""Resets or updates the state of optimizers when the model's weights are replaced by an average."""
+"""Resets or updates the state of optimizers when an average replaces the model's weights."""

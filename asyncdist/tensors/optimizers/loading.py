@@ -1,11 +1,12 @@
-"""Loads another rank's optimizer state without rounding it, and maps it to this rank's parameters by their names.
+"""Loads another rank's optimizer state without rounding it, and maps it to this rank's parameters by name.
 
-torch numbers the parameters in a state in the order in which an optimizer lists them. Ranks may list them in different
-orders, so the model's names of the parameters are sent with the state.
+In a state, torch numbers the parameters in the order in which the optimizer lists them. On different ranks, this order
+may differ, so the names that the model gives to the parameters are sent with the state.
 
 Some optimizers store a part of their state in the parameter groups, such as step counts (schedule-free optimizers, and
-those of pytorch_optimizer) or an estimated learning rate (Prodigy). ``defaults`` does not tell this state from
-settings, because such optimizers put its initial values there, too. Settings are arguments of a constructor.
+those of pytorch_optimizer) or an estimated learning rate (Prodigy). ``defaults`` does not distinguish this state from
+settings, because such optimizers also put its initial values there. Entries that are arguments of a constructor are
+therefore considered settings.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ logger = logging.getLogger("asyncdist.tensors.optimizers.loading")
 
 #: Key that marks this rank's shard of a DTensor in a state.
 _SHARD: Final = "asyncdist shard"
-#: Settings, even of optimizers whose constructors do not name them.
+#: Entries that are settings even if the optimizer's constructor does not name them.
 _SETTINGS: Final = frozenset(("params", "param_names", "lr", "betas", "momentum", "eps", "weight_decay", "train_mode"))
 #: Entries that torch's learning rate schedulers write.
 _SCHEDULED: Final = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
@@ -36,7 +37,7 @@ _ALLOWED: Final = "the optimizer must have the same parameters in its groups as 
 
 
 def parameter_names(model: nn.Module, optimizer: Any) -> list[list[str]]:
-    """Return the model's names of an optimizer's parameters, by group, without the prefixes of ``torch.compile``.
+    """Return the names of an optimizer's parameters in the model, by group, without prefixes of ``torch.compile``.
 
     The name is "" if the model lacks the parameter.
     """
@@ -45,7 +46,7 @@ def parameter_names(model: nn.Module, optimizer: Any) -> list[list[str]]:
 
 
 def named_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state with its class and the names of its parameters, for :func:`load_named`."""
+    """Return an optimizer's state, with the optimizer's class and its parameters' names, for :func:`load_named`."""
     names, state = parameter_names(model, optimizer), optimizer.state_dict()
     if any(map(is_sharded, _parameters(optimizer))):
         state = _with_marked_shards(state)
@@ -55,7 +56,7 @@ def named_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Load another rank's :func:`named_state`.
 
-    Raise ValueError if its optimizer has another class or other parameters.
+    Raise ValueError if the other optimizer has a different class or different parameters.
     """
     state = state_for(model, optimizer, saved)
     if any(map(is_sharded, _parameters(optimizer))):
@@ -64,12 +65,12 @@ def load_named(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> No
 
 
 def state_for(model: nn.Module, optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state in another rank's :func:`named_state`, in the order of this rank's parameters.
+    """Return the state from another rank's :func:`named_state`, rearranged in the order of this rank's parameters.
 
-    Raise ValueError if its optimizer has another class or other parameters.
+    Raise ValueError if the other optimizer has a different class or different parameters.
     """
     own, theirs = class_name(optimizer), saved["class"]
-    if own != theirs:  # torch would load the state, and a later step would fail or compute something else
+    if own != theirs:  # torch would load the state, and a later step would fail or compute wrong values
         raise ValueError(f"the optimizer must have the class {theirs} of the optimizer whose state it loads, got {own}")
     return arranged(saved["state"], saved["names"], parameter_names(model, optimizer))
 
@@ -79,7 +80,7 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _with_marked_shards(node: Any) -> Any:
-    """Replace each DTensor in an optimizer's state by this rank's shard, in a dict that marks it as a shard."""
+    """Replace each DTensor in an optimizer's state by a dict that has this rank's shard and marks it as a shard."""
     if isinstance(node, Tensor):
         return {_SHARD: local_part(node)} if is_sharded(node) else node
     if isinstance(node, Mapping):
@@ -99,8 +100,8 @@ def _own_shard(value: Any, parameter: Any) -> Any:
 def with_values(optimizer: Any, state: Mapping[str, Any], change: Callable[[Any, Any], Any]) -> Mapping[str, Any]:
     """Return a state in which ``change(value, parameter)`` replaces each value that belongs to a parameter.
 
-    A parameter's values have its number as the key, or a wrapper's own key: the numbers of the group and of the
-    parameter in the group.
+    The key of a parameter's values is the parameter's number or, in some wrappers, a pair: the number of the group, and
+    the number of the parameter in the group.
     """
     places: dict[Any, Any] = dict(enumerate(_parameters(optimizer)))
     for number, group in enumerate(optimizer.param_groups):
@@ -123,8 +124,9 @@ def with_values(optimizer: Any, state: Mapping[str, Any], change: Callable[[Any,
 def torch_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of an optimizer's state that has torch's keys "state" and "param_groups".
 
-    This is the whole state, or the state of the optimizer inside a wrapper, which wrappers such as Lookahead of
-    pytorch_optimizer store under a key of their own. Return an empty dictionary if there is no such part, or several.
+    This is the whole state or, for a wrapper, the state of the optimizer inside it, which wrappers such as
+    pytorch_optimizer's Lookahead store under their own key. Return an empty dictionary if there is no such part, or
+    several.
     """
     if _is_of_torch(state):
         return state
@@ -149,7 +151,7 @@ def _is_of_torch(state: Mapping[str, Any]) -> bool:
 
 
 def _torch_parts(state: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield a state, if it has torch's keys, and the states of inner optimizers that it contains."""
+    """Yield a state, if it has torch's keys, and the states of inner optimizers in it."""
     if isinstance(state, Mapping):
         if _is_of_torch(state):
             yield state
@@ -170,7 +172,7 @@ def arranged(
 
     Raises:
         ValueError: The groups have different parameters. Also raised if the state must be rearranged, but has entries
-            that torch does not define, or is one state for all parameters, as in LBFGS.
+            that torch does not define, or is a single state for all parameters (as in LBFGS).
     """
     if any(list(group).count("") > 1 for group in own):
         _warn_of_order()
@@ -247,7 +249,7 @@ def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
     optimizers = wrapped_optimizers(optimizer)
     if len(optimizers) == 1:
         _restore_dtypes(optimizer, torch_part(state).get("state", {}))
-    else:  # which part is the state of which optimizer is unknown, so the values decide
+    else:  # it is unknown which part belongs to which optimizer, so the values decide
         for part in _torch_parts(state):
             for each in optimizers:
                 _restore_dtypes(each, part["state"], must_match=True)
@@ -256,7 +258,7 @@ def load_exactly(optimizer: Any, state: Mapping[str, Any]) -> None:
 def _restore_dtypes(optimizer: Any, state: Mapping[Any, Any], *, must_match: bool = False) -> None:
     """Replace each tensor that was converted to another dtype by the tensor in ``state``.
 
-    If ``must_match``, keep tensors that are not conversions of those in ``state``.
+    If ``must_match`` is true, keep tensors that are not conversions of the tensors in ``state``.
     """
     parameters = _parameters(optimizer)
     for place, entries in state.items():
@@ -277,7 +279,7 @@ def _is_conversion(now: Tensor, value: Tensor) -> bool:
 
 
 def setting_names(optimizer: Any) -> frozenset[str]:
-    """Return the names of entries of parameter groups that are settings, of an optimizer and those that it wraps."""
+    """Return the names of settings in the parameter groups of an optimizer and of the optimizers that it wraps."""
     found = {*_SETTINGS, *_SCHEDULED}
     for each in wrapped_optimizers(unwrapped(optimizer)):
         kind: Any = type(each)
@@ -287,7 +289,7 @@ def setting_names(optimizer: Any) -> frozenset[str]:
 
 @functools.cache
 def _arguments_of(kind: Any) -> frozenset[str]:
-    """Return the names of the arguments of a class's constructor, and of those of its base classes."""
+    """Return the names of the parameters of the constructors of a class and its base classes."""
     found = set[str]()
     for constructor in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
         with contextlib.suppress(TypeError, ValueError):  # a compiled constructor may have no signature
@@ -296,7 +298,7 @@ def _arguments_of(kind: Any) -> frozenset[str]:
 
 
 def load_group_state(optimizer: Any, groups: Iterable[Mapping[str, Any]], settings: Collection[str] = ()) -> None:
-    """Copy another optimizer's state into the parameter groups, in place where it is a tensor. Settings are kept.
+    """Copy another optimizer's state into the parameter groups. Tensors are changed in place, and settings are kept.
 
     Args:
         groups: Parameter groups in the state of an optimizer of the same class.
@@ -311,7 +313,7 @@ def load_group_state(optimizer: Any, groups: Iterable[Mapping[str, Any]], settin
 def _put(group: dict[str, Any], name: str, new: Any) -> None:
     old = group.get(name)
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
-        old.copy_(new)  # a CUDA graph may read its memory
+        old.copy_(new)  # a CUDA graph may read the tensor's memory
     elif isinstance(new, Tensor):
         group[name] = new.to((old if isinstance(old, Tensor) else group["params"][0]).device)
     else:

@@ -2,7 +2,7 @@
 
 Mirrors, which equal the weights after each optimizer step, are recognised by their values. Slow weights, origins and
 compensations are recognised by their names. Any other tensor that closely resembles the weights probably follows them
-in an unknown way.
+in some unknown way.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _ORIGINS: Final = frozenset(("x0",))
 _COMPENSATIONS: Final = frozenset(("kahan_comp", "kahan_compensation", "compensation"))
 #: Names of bias-corrected moving averages of the weights, which cannot be recognised by their values.
 _LAGGING: Final = frozenset(("ema", "param_ema", "pbar"))
-#: Names of weights to leave unchanged: Prodigy's initial weights, and copies used only within one step.
+#: Names of copies of the weights to leave unchanged: Prodigy's initial weights, and copies used only within a step.
 _KEPT: Final = frozenset(("p0", "param_init", "old_p", "backup_params", "param_buffer"))
-#: Names of moments and gradients, which may equal the weights with some loss functions.
+#: Names of moments and gradients. With some loss functions, these may equal the weights.
 _MOMENTS: Final = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "prev", "prev_grad", "previous_grad", "last_grad", "grad")
 )
@@ -69,7 +69,7 @@ PROOF_COUNT: Final = 16
 
 
 def has_stepped(optimizer: Any) -> bool:
-    """Return whether an optimizer's step counts and moments show that it has made a step."""
+    """Return whether an optimizer's step counts and moments show that it has taken a step."""
     return any(
         isinstance(parameter, Tensor) and isinstance(state, Mapping) and _shows_step(parameter, state)
         for each in wrapped_optimizers(optimizer)
@@ -96,7 +96,8 @@ class StoredTensor:
     """A floating-point tensor that an optimizer stores for a parameter, viewed in the parameter's shape.
 
     Attributes:
-        kind: How a copy of the weights must be updated when the parameter is replaced. None if it is not a copy.
+        kind: How the tensor must be updated when the parameter is replaced, if it is a copy of the weights; otherwise,
+            None.
     """
 
     parameter: Tensor
@@ -105,7 +106,7 @@ class StoredTensor:
 
 
 def kind_of(key: str, stored: Sequence[StoredTensor]) -> Kind | None:
-    """Return how an optimizer's tensors named ``key`` follow the weights, or None if that is unknown."""
+    """Return the way in which an optimizer's tensors named ``key`` follow the weights, or None if it is unknown."""
     if key in _MASTERS or (key not in _MOMENTS and _is_mirror(stored)):
         return "mirror"
     if key in SLOW:
@@ -177,7 +178,7 @@ def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[StoredTensor]:
-    """Pair parameters with equal tensors. A flat tensor of all trained parameters is split into its parts."""
+    """Pair parameters with tensors that equal them. A flat tensor of all trained parameters is split into its parts."""
     left = [parameter for parameter in parameters if parameter.is_floating_point()]
     found: list[StoredTensor] = []
     for tensor in tensors:
@@ -193,7 +194,7 @@ def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[St
 
 
 def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[StoredTensor]:
-    """Return each parameter's view of a flat tensor, or nothing unless the tensor equals all parameters in order."""
+    """Return each parameter's view of a flat tensor. Return nothing if the tensor is not all parameters in order."""
     locals_ = [local_part(parameter) for parameter in parameters]
     if flat.ndim != 1 or len(locals_) < 2 or flat.numel() != sum(each.numel() for each in locals_):
         return []
@@ -221,9 +222,10 @@ def _is_floating(tensor: Tensor) -> bool:
 
 
 def not_contained(copies: Sequence[StoredTensor], optimizer: Any) -> list[StoredTensor]:
-    """Return the copies whose tensors the ``state_dict`` of an optimizer does not contain.
+    """Return the copies of weights whose tensors are not in the ``state_dict`` of an optimizer.
 
-    If it shares no memory with the optimizer's state, it has copied its tensors, and their values are compared.
+    If the ``state_dict`` shares no memory with the optimizer's state, it contains copies of the tensors, so values are
+    compared.
     """
     leaves = _strided(_leaves(optimizer.state_dict(), 8))
     own = _strided(_leaves([list(each.state.values()) for each in wrapped_optimizers(optimizer)], 5))
@@ -254,7 +256,7 @@ def _leaves(value: Any, depth: int) -> Iterator[Tensor]:
 def sample_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return a sample of the tensors' values as float32 on the host, with one transfer per device.
 
-    Evenly spaced values are taken from evenly spaced tensors.
+    The sample has evenly spaced values from evenly spaced tensors.
     """
     chosen = tensors[:: max(1, len(tensors) // _SAMPLE_TENSORS)]
     count = max(1, _SAMPLE_COUNT // max(1, len(chosen)))

@@ -1,4 +1,4 @@
-"""Resets an optimizer's state after the weights that it describes were replaced."""
+"""Resets an optimizer's state after the weights to which the state belongs were replaced."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,9 +10,9 @@ from asyncdist.tensors.optimizers.loading import setting_names
 from asyncdist.tensors.optimizers.recognition import SLOW
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
-#: torch's optimizers with the option ``capturable`` whose first step begins with a state of zeros.
+#: torch's optimizers that have the option ``capturable`` and whose first step starts from a state of zeros.
 _FROM_ZEROS: Final = (optim.Adadelta, optim.Adam, optim.AdamW, optim.Adamax, optim.RAdam, optim.RMSprop)
-#: Estimates of the learning rate by Prodigy and D-Adaptation.
+#: Names of the learning rates that Prodigy and D-Adaptation have estimated.
 _ESTIMATES: Final = frozenset(("d", "d_max"))
 _STEP_COUNTS: Final = frozenset(("step", "k"))
 
@@ -20,11 +20,11 @@ _STEP_COUNTS: Final = frozenset(("step", "k"))
 def reset_optimizer_state(optimizer: Any) -> None:
     """Clear the moments and step counts of an optimizer, and of the optimizers that it wraps, in place.
 
-    Hyperparameters are kept, and so are learning rates that an optimizer has estimated. A wrapper's slow weights are
-    also kept, because only its constructor creates them.
+    Hyperparameters and learning rates that an optimizer has estimated are kept. A wrapper's slow weights are also kept,
+    because only the wrapper's constructor creates them.
     """
     states: list[Any] = []
-    for each in reversed(wrapped_optimizers(optimizer)):  # inner optimizers first, before their wrappers
+    for each in reversed(wrapped_optimizers(optimizer)):  # inner optimizers are reset before their wrappers
         if any(each.state is state for state in states):
             continue
         if isinstance(each, torch.optim.Adagrad):
@@ -34,7 +34,7 @@ def reset_optimizer_state(optimizer: Any) -> None:
                 for key, value in state.items():
                     if key not in SLOW and isinstance(value, Tensor):
                         value.zero_()
-        else:  # some optimizers also store numbers under string keys, of which only MADGRAD's step count is reset
+        else:  # some optimizers also store numbers under string keys; only MADGRAD's step count is reset
             captured = _captured(each)
             for parameter in [key for key in each.state if isinstance(key, Tensor)]:
                 if id(parameter) in captured:
@@ -63,7 +63,7 @@ def _reset_entry(states: Any, parameter: Tensor) -> None:
 
 
 def _reset_step_count(states: Any) -> None:
-    """Set the step count of MADGRAD, which grows its learning rate, to 0, in place if it is a tensor."""
+    """Set MADGRAD's step count, with which its learning rate grows, to 0. If it is a tensor, it is changed in place."""
     count = states.get("k")
     if isinstance(count, Tensor):
         count.zero_()
@@ -83,7 +83,7 @@ def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
 
 
 def _reset_group_state(optimizer: Any) -> None:
-    """Reset the state in an optimizer's parameter groups, in place where it is a tensor that ``defaults`` has.
+    """Reset the state in an optimizer's parameter groups. Tensors that ``defaults`` also has are changed in place.
 
     Settings, the user's own entries that are not tensors, and finite estimates of the learning rate are kept.
     """
@@ -99,4 +99,4 @@ def _reset_group_state(optimizer: Any) -> None:
                 else:
                     group[name] = first
             elif name not in defaults and (isinstance(value, Tensor) or name in _STEP_COUNTS):
-                del group[name]  # the next step creates it
+                del group[name]  # the next step creates the entry

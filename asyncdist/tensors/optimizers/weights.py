@@ -1,20 +1,20 @@
 """Updates the weights that an optimizer stores when an average replaces the model's weights.
 
-An optimizer with its own copy of the weights would undo an average at its next step.
+An optimizer that has its own copy of the weights would undo an average at its next step.
 :mod:`asyncdist.tensors.optimizers.recognition` finds the copies, of which there are six kinds:
 
-- **The z of schedule-free optimizers**, the point at which gradient steps are made. It is averaged with the weights, as
-  a part of the flat state. (If z were set to the averaged weights, it would lose its lead over them. With an average
-  every 10 steps, the loss of schedule-free SGD then ended at 0.084 instead of 0.020.)
-- **Mirrors**, which equal the weights after each step, such as float32 masters of a bfloat16 model. They are set to the
-  new weights but keep their additional precision, so that averages do not lose small updates.
+- **The z of schedule-free optimizers**, the point from which gradient steps are taken. It is averaged with the weights,
+  as a part of the flat state. (If z were set to the averaged weights, it would lose its lead over them. In an
+  experiment with an average every 10 steps, the loss of schedule-free SGD then ended at 0.084 instead of 0.020.)
+- **Mirrors**, which equal the weights after each step, such as the float32 master weights of a bfloat16 model. They are
+  set to the new weights but keep their additional precision, so that averages do not lose small updates.
 - **Slow weights** of Lookahead. They are set to the new weights.
 - **Origins**, from which the weights are recomputed (MADGRAD, D-Adaptation). They are shifted by the change of the
   weights.
 - **Compensations** of Kahan summation, the rounding errors of the old weights. They are set to zero.
 - **The z of FTRL**, from which each step computes the weights. It is set to the z that gives the new weights.
 
-Any other tensor that follows the weights is logged once and left unchanged.
+Any other tensor that seems to follow the weights is logged once and left unchanged.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from asyncdist.tensors.model_tensors import local_part
 from asyncdist.tensors.optimizers import recognition
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
-#: Prefix of an averaged state's name, before the name of its parameter.
+#: Prefix that precedes the parameter's name in the name of an averaged state.
 STATE_PREFIX: Final = "optimizer's z of "
-#: Options of parameter groups that, with the states z and n, identify an optimizer that follows the regularized leader.
+#: Options of parameter groups that, together with the states z and n, identify an FTRL optimizer.
 _OF_FTRL: Final = ("lr", "beta", "lambda_1", "lambda_2", "lr_power")
-#: Log-likelihood ratio from which an optimizer is considered to undo averages.
+#: Log-likelihood ratio at which an optimizer is considered to undo averages.
 _PROOF: Final = 20.0
-#: Projection of the first step on the change above which the optimizer has obviously kept the average.
+#: If the projection of the first step on the change is above this value, the optimizer has clearly kept the average.
 _KEPT: Final = -0.25
-#: Minimum ratio of the change to the weights. A smaller change may be a rounding error.
+#: Minimum ratio of the change to the weights. Smaller changes may be rounding errors.
 _ROUNDING: Final = 1e-5
 
 logger = logging.getLogger("asyncdist.optimizers")
 
 
 class AveragedStates:
-    """Optimizer states that are averaged with the weights: the z of a schedule-free optimizer."""
+    """Finds the optimizer states that are averaged with the weights: the z of a schedule-free optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        """Find the parameters for which the optimizer will create a state at its first step."""
+        """Find the parameters for which the optimizer will create a state in its first step."""
         source: Any = next(filter(_is_schedule_free, wrapped_optimizers(optimizer)), None)
         named: list[tuple[str, Tensor]] = []
         if source is not None:
@@ -84,13 +84,13 @@ class AveragedStates:
 class _Replaced:
     """Samples the weights around a replacement by an average, to detect whether the optimizer undoes the average.
 
-    It may keep a copy of the weights that no search finds. A sample is taken before and after the replacement, and
-    after each of the optimizer's next two steps.
+    The optimizer may keep a copy of the weights that no search finds. A sample is taken before and after the
+    replacement, and after each of the optimizer's next two steps.
 
-    If the optimizer keeps an average, its next step begins at the average. If it undoes the average, its next step
-    begins at the old weights, so the weights first go back by the whole change. The two steps differ by exactly this
-    change, even if a step is longer than the change. A test therefore projects the steps on the change. The second step
-    shows how far an ordinary step leads in this direction.
+    If the optimizer keeps the average, its next step starts at the average. If it undoes the average, its next step
+    starts at the old weights, so the weights first go back by the whole change. The step differs by exactly this change
+    in the two cases, even if a step is longer than the change. The test therefore projects steps on the change. The
+    second step shows how far an ordinary step leads in this direction.
 
     A first step that leads nearly exactly to the old weights is ambiguous, because they may be the minimum of the
     rank's own loss. An example is a quadratic loss with LBFGS, or with SGD at a suitable learning rate. torch's own
@@ -101,7 +101,7 @@ class _Replaced:
         self._parameters = parameters
         self._old = self._sample()
         self._new = self._old
-        self._next: Tensor | None = None  # weights after the first step, if it may have undone the average
+        self._next: Tensor | None = None  # weights after the first step, if this may have undone the average
 
     def note_new(self) -> None:
         """Sample the weights after they were replaced by the average."""
@@ -117,7 +117,7 @@ class _Replaced:
         Must be called after each step until the result is a number.
 
         Returns:
-            Log-likelihood ratio, negative if the average was kept, or None if another step is necessary.
+            Log-likelihood ratio (negative if the average was probably kept), or None if another step is necessary.
         """
         now = self._sample()
         change = self._new - self._old
@@ -129,7 +129,7 @@ class _Replaced:
         first = (now if self._next is None else self._next)[seen] - self._new[seen]
         projection = float(first @ change) / length**2
         if self._next is None:
-            if not projection < _KEPT:  # true also if the weights are not finite
+            if not projection < _KEPT:  # also true if the weights are not finite
                 return -_PROOF
             self._next = now
             return None
@@ -138,8 +138,9 @@ class _Replaced:
         if not second.any():  # gradients are being accumulated
             return None
         excess = projection - float(second @ change) / length**2
-        # The excess is the first step's movement along the average's change, less an ordinary step's, in units of the
-        # change. It is -1 if the optimizer has undone the average, and 0 if not, plus normal noise of an ordinary step.
+        # The excess is the first step's movement along the change, minus an ordinary step's, in units of the change. It
+        # is -1 if the optimizer has undone the average, and otherwise 0, plus the normally distributed noise of an
+        # ordinary step.
         ratio = (0.5 - abs(excess + 1.0)) * length**2 / (2.0 * step**2)
         return max(-_PROOF, min(_PROOF, ratio)) if ratio == ratio else 0.0
 
@@ -155,7 +156,7 @@ class OptimizerWeights:
         is_reset: Whether the optimizer's state is cleared afterwards.
 
     Attributes:
-        is_watching: Whether :meth:`check_kept` must still find out whether the optimizer keeps the new weights.
+        is_watching: Whether :meth:`check_kept` has yet to find out whether the optimizer keeps the new weights.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, states: AveragedStates, *, is_reset: bool = False) -> None:
@@ -212,8 +213,8 @@ class OptimizerWeights:
         """Update the weights inside the optimizer after the ``with`` block has replaced the model's weights.
 
         Args:
-            has_new_state: Whether the optimizer's ``state_dict`` was already replaced, and belongs to the new weights.
-                Only copies of the weights that it does not contain are then updated.
+            has_new_state: Whether the optimizer's ``state_dict`` was already replaced by one that belongs to the new
+                weights. In that case, only copies of the weights that it does not contain are updated.
         """
         self._warn_of_evaluation()
         self._warn_of_another()
@@ -236,7 +237,7 @@ class OptimizerWeights:
         self._has_stepped = False
 
     def look(self) -> None:
-        """Warn once of unknown copies of the weights in the optimizer's state. Do nothing before its first step."""
+        """Warn once about unknown copies of the weights in the optimizer's state. Do nothing before its first step."""
         if not self._has_looked and any(each.state for each in wrapped_optimizers(self.optimizer)):
             self._has_looked = True
             self._warn_of_evaluation()
@@ -261,9 +262,9 @@ class OptimizerWeights:
         return _Replaced([each for each in self._model.parameters() if each.requires_grad])
 
     def _copies(self, *, reports_unknown: bool = True) -> list[recognition.StoredTensor]:
-        """Return the copies of the weights to update. Warn of other tensors that seem to follow the weights.
+        """Return the copies of the weights to update. Warn about other tensors that seem to follow the weights.
 
-        Without ``reports_unknown``, do not warn: a new state belongs to weights that the model does not have yet.
+        If ``reports_unknown`` is false, do not warn: a new state belongs to weights that the model does not have yet.
         """
         copies = []
         for label, key, stored in recognition.stored_tensors(self.optimizer, self._model):
@@ -341,7 +342,7 @@ def _follow_leader(optimizer: Any) -> None:
 
 
 def _is_of_torch(optimizer: Any) -> bool:
-    """Return whether an optimizer and all that it wraps are torch's own. torch's own hide no weights."""
+    """Return whether an optimizer and all that it wraps are torch's own. These optimizers hide no weights."""
     return all(type(each).__module__.startswith("torch.optim.") for each in wrapped_optimizers(optimizer))
 
 
@@ -376,7 +377,7 @@ def kept_mode(optimizer: Any) -> Iterator[None]:
 
 
 def _is_evaluating(optimizer: Any) -> bool:
-    """Return whether a schedule-free optimizer is in eval() mode, in which the model has its averaged weights."""
+    """Return whether a schedule-free optimizer is in eval() mode, in which the model has the averaged weights."""
     for each in wrapped_optimizers(optimizer):
         if callable(getattr(each, "eval", None)) and each.state:
             modes = [group["train_mode"] for group in each.param_groups if "train_mode" in group]

@@ -1,4 +1,4 @@
-"""Finds the optimizers inside wrappers such as those of Accelerate, Lookahead and mixed precision."""
+"""Finds the optimizers inside wrappers, such as Lookahead and those of Accelerate and of mixed precision."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 #: Attributes that :func:`attributes_of` omits.
 _OWN_ATTRIBUTES: Final = frozenset(("state", "param_groups", "defaults"))
-#: Packages whose wrappers of optimizers store no weights.
+#: Packages whose optimizer wrappers store no weights.
 _PREPARING: Final = frozenset(("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"))
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper of Accelerate or Lightning, or ``optimizer`` itself if it is not wrapped.
+    """Return the optimizer inside a wrapper of Accelerate or Lightning, or ``optimizer`` itself if there is no wrapper.
 
     Other wrappers, such as Lookahead, may store copies of the weights, which must also be averaged.
     """
@@ -56,7 +56,7 @@ def attributes_of(optimizer: Any) -> dict[str, Any]:
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Return whether the optimizer's ``step`` must be passed a closure that computes the loss, as LBFGS's must."""
+    """Return whether the optimizer's ``step`` requires a closure that computes the loss, like the ``step`` of LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -1,1 +1,1 @@
-"""Transport over torch.distributed with the gloo backend."""
+"""Sends messages over torch.distributed with the gloo backend."""

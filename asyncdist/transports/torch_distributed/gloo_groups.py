@@ -1,11 +1,11 @@
-"""Makes private gloo groups, checks that connected processes know the job's secret, and closes connections.
+"""Makes private gloo groups, checks that the connected processes know the job's secret, and closes connections.
 
 asyncdist sends its messages only over gloo. NCCL is unsuitable, because it ignores tags and matches messages in the
 order of the calls (pytorch#94819, #125079).
 
 gloo looks up the ranks in the store and then connects to them. Both steps run in C++, where a thread cannot be
-interrupted, and detect the end of a process late. :func:`make_agreed_groups` therefore waits for the store itself, so
-that a check can end the wait.
+interrupted, and are slow to detect that a process has ended. :func:`make_agreed_groups` therefore does the waiting for
+the store itself, so that a check can end the wait.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
     """Check, over each connection of new gloo groups, that the process at the other end knows the job's secret.
 
     gloo accepts any process that reaches its port and sends a connection's number. A process without the secret cannot
-    send the proof, so the groups are abandoned.
+    send a valid proof, and the groups are then abandoned.
 
     Args:
-        timeout: Timeout for all proofs together.
+        timeout: Timeout for receiving all proofs.
         store: Part of the store through which the processes connected. Its prefix identifies their connections.
 
     Raises:
@@ -81,7 +81,7 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
 
 
 def _until(deadline: float) -> timedelta:
-    """Return the time until ``deadline``, but at least 1 ms, because gloo takes 0 for its own timeout."""
+    """Return the time until ``deadline``, but at least 1 ms, because gloo replaces 0 by its own default timeout."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
@@ -130,7 +130,7 @@ def make_agreed_groups(
     is_loopback: bool = False,
     check: Callable[[], object] = lambda: None,
 ) -> list[Any]:
-    """Make the gloo groups for all ranks or for none, even if ranks end in the meantime. The ranks decide together.
+    """Make the gloo groups on all ranks or on none, even if ranks end in the meantime. The ranks decide together.
 
     Args:
         store: Part of the store that only this attempt uses.
@@ -177,7 +177,7 @@ def _decide(store: Any, decision: str) -> str:
 
 
 class _WatchedStore(Store):
-    """Store that forwards gloo's calls to another store. While it waits, it calls ``look``, which may raise an error.
+    """Forwards gloo's calls to another store. While it is waiting, it calls ``look``, which may raise an error.
 
     Attributes:
         error: Error raised by ``look``, which gloo replaces with its own error, or None.

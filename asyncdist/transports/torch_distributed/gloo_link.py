@@ -1,4 +1,4 @@
-"""Sends messages to one peer over gloo's blocking point-to-point calls, which separate threads wait for.
+"""Sends messages to one peer over gloo's blocking point-to-point calls. Separate threads wait for these calls.
 
 gloo's requests cannot be polled, because a ``Work`` completes only inside ``wait()`` (pytorch#30723). Threads therefore
 wait, in C++ and without the GIL, and queue the received data for the loop. There are two private gloo groups, so that
@@ -6,18 +6,20 @@ small messages do not wait behind large ones. *Control* carries frames of at mos
 carries larger messages.
 
 - **Small messages** are sent inside control frames, which arrive in a ring of posted receives. At most ``WINDOW_COUNT``
-  frames are unacknowledged, and messages sent in the meantime share the next frame.
+  frames are unacknowledged at a time, and messages sent in the meantime share the next frame.
 - **Large messages** are announced in a frame and passed to gloo immediately. gloo transfers the bytes when the receiver
-  has found the matching receive and posts its buffer. Nothing is copied, and no message can be larger than its receive
-  buffer, which would end the process.
+  has found the matching receive and has posted its buffer. Nothing is copied. No message can be larger than its receive
+  buffer, which would make gloo end the process.
 - **Streams** need no announcement, because their receives are posted first
   (:mod:`asyncdist.transports.torch_distributed.gloo_transfers`).
 - **Acknowledgements** in every frame report which sends have completed. Only then does the loop call ``wait()`` on
-  these sends, which returns immediately. Dropping a handle without ``wait()`` would block the connection forever.
-- **Loss**: on each of the two groups, a receive from the peer is always posted, and fails when the peer dies. The
-  second of the two waiting threads to end notifies the loop. By then all data from the peer has arrived.
-- **Close**: waiting threads wake up only if their connections are closed, which gloo does when another wait times out.
-  A thread that still waits when the interpreter exits would abort the process.
+  these sends, which returns immediately. If a handle were dropped without ``wait()``, the connection would be blocked
+  forever.
+- **Loss**: on each of the two groups, a receive from the peer is always posted, and fails when the peer dies. A thread
+  waits for each of the two receives, and the second thread to end notifies the loop. By then, all data from the peer
+  has arrived.
+- **Close**: waiting threads wake up only if their connections are closed, and gloo closes these when another wait times
+  out. A thread that still waits when the interpreter exits would abort the process.
 """
 
 from __future__ import annotations
@@ -48,22 +50,22 @@ from asyncdist.transports.torch_distributed.gloo_transfers import (
 from asyncdist.transports.torch_distributed.meeting.stores import reason
 
 SLOT_NBYTES: Final = 16384
-#: Format of a frame's header: number of acknowledged frames, and size of the frame in bytes. Entries follow.
+#: Format of a frame's header: number of acknowledged frames, and size of the frame in bytes. The entries follow.
 _FRAME: Final = struct.Struct("<QQ")
-#: Format of an entry's header: kind, tag, number of the transfer, and size of the message in bytes. The bytes of a
-#: small message follow.
+#: Format of an entry's header: kind, tag, number of the transfer, and size of the message in bytes. If the message is
+#: small, its bytes follow.
 _ENTRY: Final = struct.Struct("<B3xIQQ")
 INLINE_NBYTES_MAX: Final = SLOT_NBYTES - _FRAME.size - _ENTRY.size
 WINDOW_COUNT: Final = 8
-#: Number of posted receives. It is larger than ``WINDOW_COUNT``, because some frames are sent beyond this limit.
+#: Number of posted receives. It is larger than ``WINDOW_COUNT``, because some frames are sent in spite of that limit.
 _RING_COUNT: Final = 2 * WINDOW_COUNT
 _ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
-#: Number of frames after which receives are posted again and sends are waited for, in one batch. Each posted receive
-#: wakes the peer's gloo. In a batch, the first wait takes 5 us, because the caches are cold, and the next three 0.5 us
-#: each.
+#: Number of frames per batch. For each batch, receives are posted again and sends are waited for. Each posted receive
+#: wakes the peer's gloo. The first wait of a batch takes 5 us, because the caches are cold, and the next three take 0.5
+#: us each.
 _BATCH_COUNT: Final = 4
 
-#: Size to which shorter frames are padded, so that their memory can be reused.
+#: Size in bytes to which shorter frames are padded, so that their memory can be reused.
 _SHORT_NBYTES: Final = 256
 
 _MESSAGE: Final = 1
@@ -83,7 +85,7 @@ _LINGER_S: Final = 0.1
 
 
 class _Upload(Transfer):
-    """Sender's side of an announced large message. ``number`` counts the large messages to its receiver."""
+    """Sender's side of an announced large message. ``number`` counts the large messages to the same receiver."""
 
     def __init__(self, number: int, view: memoryview, send: Send) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, readable(view))
@@ -101,7 +103,7 @@ class _Download(Transfer):
 
 
 class _Frame:
-    """Memory of a frame, and a tensor over it. Both are reused, because creating a tensor takes 6 us."""
+    """Memory of a frame, and a tensor that views it. Both are reused, because creating a tensor takes 6 us."""
 
     __slots__ = ("data", "tensors")
 
@@ -138,14 +140,14 @@ class Link:
     """This rank's end of the connections to one peer. Methods named ``_run_*`` run on threads, all others on the loop.
 
     Args:
-        place: Rank of the peer in the two groups.
-        on_lost: Function called once, on the loop, with the peer and the error when the peer is lost.
+        place: Rank of the peer in the two gloo groups.
+        on_lost: Function called once when the peer is lost, on the loop, with the peer and the error.
 
     Attributes:
-        error: Error that reports the loss of the peer, or None while it is connected.
-        has_sent_goodbye: Whether the peer has announced that it closes.
-        drops_messages: Whether late messages of the peer are dropped, because a restarted process has replaced the peer
-            or this rank has closed the connections.
+        error: Error that reports the loss of the peer, or None while the peer is connected.
+        has_sent_goodbye: Whether the peer has announced that it is closing.
+        drops_messages: Whether late messages from the peer are dropped, because a restarted process has replaced the
+            peer or this rank has closed the connections.
     """
 
     def __init__(
@@ -324,7 +326,7 @@ class Link:
         """Release the acknowledged frames. gloo requires a wait for each, which returns immediately."""
         while self._waited_count < self._acknowledged_count:
             self._waited_count += 1
-            with self._posting:  # A thread may have sent the frame, but not recorded it yet.
+            with self._posting:  # A thread may have sent the frame without having recorded it yet.
                 work, frame = self._sent.popleft()
             with contextlib.suppress(RuntimeError):  # Raised if the peer has died since it received the frame.
                 work.wait(FOREVER)
@@ -338,7 +340,7 @@ class Link:
         upload.send.done = True
 
     def _on_downloaded(self, download: _Download) -> None:
-        """Complete the receive of a large message that has arrived, and notify the sender."""
+        """Complete the receive of a large message that has arrived, and notify the message's sender."""
         if self.error is not None:
             return
         del self._downloads[download.number]
@@ -384,7 +386,7 @@ class Link:
         return [thread.name for thread in self._threads.values() if thread.is_alive()]
 
     def stop(self) -> None:
-        """End the threads that do not wait in gloo. The others end when the connections are closed."""
+        """End the threads that are not waiting in gloo. The others end when the connections are closed."""
         self._to_post.put(None)
         self._to_land.put(None)
         for transfers in self._stream_transfers.values():
@@ -396,7 +398,7 @@ class Link:
         return not any(thread.is_alive() for thread in self._threads.values())
 
     def release(self) -> None:
-        """Drop gloo's groups and all handles of an ended link, which requests in reference cycles may still refer to.
+        """Drop gloo's groups and all handles of an ended link, to which requests in reference cycles may still refer.
 
         Otherwise, gloo would keep its ports, connections and threads until the next full garbage collection. A process
         with many worlds, or whose peers are often replaced, would exhaust its file descriptors.
@@ -436,7 +438,7 @@ class Link:
         tensors = [[bytes_tensor(buffer)] for buffer in buffers]
         with self._until_closed("control", "watch"):
             works = deque(self._control.recv(tensor, self._place, _CONTROL_TAG) for tensor in tensors)
-            closed = ""  # why the connection is closed; the error itself would form a cycle with this frame
+            closed = ""  # reason why the connection is closed; the error itself would form a cycle with this frame
             for slot in itertools.cycle(range(_RING_COUNT)):
                 if closed and not works:
                     raise RuntimeError(closed)
@@ -463,7 +465,7 @@ class Link:
             self._bulk.recv([nothing], self._place, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
-        """Pass transfers to gloo, in a thread because each call may block for as long as another transfer takes."""
+        """Pass transfers to gloo. This needs a thread, because each call may block until another transfer has ended."""
         with contextlib.suppress(RuntimeError):  # Raised if the connection is closed, which the other threads report.
             while (transfer := self._to_post.get()) is not None:
                 if isinstance(transfer, _Download):
@@ -474,7 +476,7 @@ class Link:
                 del transfer  # Free the memory of a message that may have arrived.
 
     def _run_land(self) -> None:
-        """Wait for the announced messages in the order in which their receives were posted."""
+        """Wait for announced messages in the order in which their receives were posted."""
         with contextlib.suppress(RuntimeError):
             while (download := self._to_land.get()) is not None:
                 download.wait()

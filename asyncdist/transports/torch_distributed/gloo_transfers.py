@@ -1,18 +1,18 @@
 """Transfers large messages over gloo: the data, followed by eight bytes called the *trailer*.
 
-Threads wait for the trailer instead of the data, because a wait for data in transit never ends if the peer dies.
+Threads wait for the trailer first, because a wait for data in transit never ends if the peer dies.
 
 The chunks of streams are sent and received without the announcement that other large messages need
 (:mod:`asyncdist.transports.torch_distributed.gloo_link`).
 
-On the tag of a stream, called a *granted* tag, a receive names its source and is large enough for its message. Both
-ends can therefore pass their requests to gloo immediately, and gloo matches them in order.
+On a stream's tag, called a *granted* tag, each receive names its source and has a buffer large enough for its message.
+Both ends can therefore pass their requests to gloo immediately, and gloo matches these in order.
 
 - A trailer of eight bytes contains the message's size, which may be smaller than the buffer.
-- gloo cannot cancel a receive. The receiver therefore asks the sender to answer the receive with an empty message. If a
-  message for this receive is already in transit, the sender ignores the request.
+- gloo cannot cancel a receive. To cancel a receive, the receiver therefore asks the sender to answer it with an empty
+  message. If a message for this receive is already in transit, the sender ignores the request.
 - The thread that has received a message acknowledges it in a control frame, before it notifies the receiver's loop. A
-  sender therefore never waits for a receiver whose training blocks its loop.
+  sender therefore never waits for a receiver whose loop is blocked by training.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def readable(view: memoryview) -> torch.Tensor:
 
 
 class Transfer:
-    """Large message in transit, at the sender or the receiver.
+    """Represents a large message in transit, at the sender or the receiver.
 
     Args:
         data: Bytes to send, or buffer to receive into.
@@ -69,7 +69,7 @@ class Transfer:
     def __init__(self, tag: int, data: torch.Tensor, mark: int = 0) -> None:
         self.tag = tag
         self.works: list[Any] = []
-        # This lock is held until gloo has the data and the trailer. An Event and torch.tensor would take 50 us more.
+        # This lock is held until gloo has been given data and trailer. An Event and torch.tensor would take 50 us more.
         self._posting = threading.Lock()
         self._posting.acquire()
         self._mark = bytearray(_MARK.pack(mark))
@@ -82,7 +82,7 @@ class Transfer:
         self._posting.release()
 
     def wait(self) -> None:
-        """Wait until the transfer is complete. Wait for the trailer first, since a wait for the data may never end."""
+        """Wait until the transfer is complete, first for the trailer, because a wait for the data might never end."""
         with self._posting:
             for work in reversed(self.works):
                 work.wait(FOREVER)
@@ -90,7 +90,7 @@ class Transfer:
 
     @property
     def mark(self) -> int:
-        """Number in the trailer, valid when the transfer is complete."""
+        """Number in the trailer. Valid once the transfer is complete."""
         return int(_MARK.unpack(self._mark)[0])
 
 
@@ -113,15 +113,16 @@ class _GrantedReceive(Receive):
 
 
 class StreamTransfers:
-    """Exchanges the messages of streams with one peer on one tag.
+    """Exchanges stream messages with one peer on one tag.
 
     Methods named ``_run_*`` run on threads, all others on the loop.
 
     Args:
-        group_rank: Rank of the peer in gloo's group.
+        group_rank: Rank of the peer in the gloo group.
         start: Function that starts a thread with a given name and target, unless a thread of that name exists.
         acknowledge: Thread-safe function that notifies the peer that one of its messages has arrived.
-        ask_for_empty_message: Function that takes a receive's number, and asks the peer for an empty message for it.
+        ask_for_empty_message: Function that takes a receive's number, and asks the peer for an empty message for that
+            receive.
     """
 
     def __init__(
@@ -207,14 +208,14 @@ class StreamTransfers:
         receive.done = True
 
     def lose(self, error: RankLostError) -> None:
-        """Fail the sends and receives in progress, because the peer is lost. Their handles and buffers are kept."""
+        """Fail all sends and receives in progress, because the peer is lost. Their handles and buffers are kept."""
         for _, send in self._uploads:
             send.error = error
         for receive in self._receives:
             receive.error = error
 
     def stop(self) -> None:
-        """End the threads. A thread that waits in gloo ends when its connections are closed."""
+        """End the threads. A thread that is waiting in gloo ends when its connections are closed."""
         self._to_send.put(None)
         self._to_receive.put(None)
 
@@ -236,7 +237,7 @@ class StreamTransfers:
                 del upload  # Free the memory of an ended stream once its message has arrived.
 
     def _run_receives(self) -> None:
-        """Post all queued receives, and then wait for the oldest one, repeatedly."""
+        """Repeatedly post all queued receives, and then wait for the oldest one."""
         posted: deque[_GrantedReceive] = deque()
         with contextlib.suppress(RuntimeError):
             while True:

@@ -1,11 +1,11 @@
 """Configures the sockets of a rank's connections to its peers.
 
-- **Probes** (TCP keepalive). A host that is unplugged, crashes or is cut off no longer sends anything. Without probes,
-  an idle connection to it stays open forever, and a connection with unacknowledged data for 15 minutes. Messages
-  between ranks could not distinguish a dead host from a rank that computes for ten minutes. Probes can distinguish
-  these cases, because the kernel of a live host answers them even while the process computes.
-- **Children.** gloo creates its sockets without close-on-exec. When a rank is killed, a child process keeps the
-  inherited connections open. The other ranks would notice the loss only when the child ends. Sockets are therefore
+- **Probes** (TCP keepalive). A host that was unplugged, has crashed or is cut off sends nothing. Without probes, an
+  idle connection to it stays open forever, and a connection with unacknowledged data for 15 minutes. Messages between
+  ranks could not distinguish a dead host from a rank that is computing for ten minutes. Probes can, because the kernel
+  of a live host answers them even while the process is computing.
+- **Children.** gloo creates its sockets without close-on-exec. When a rank is killed, a child process would keep the
+  inherited connections open, and the other ranks would notice the loss only when the child ends. Sockets are therefore
   kept from the processes that a rank starts.
 """
 
@@ -19,13 +19,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-#: A connection idle for `IDLE_S` seconds is probed `PROBE_COUNT` times, every `INTERVAL_S` seconds. If no probe is
-#: answered, the connection is closed.
+#: A connection idle for `IDLE_S` seconds is probed `PROBE_COUNT` times, every `INTERVAL_S` seconds. If none of the
+#: probes is answered, the connection is closed.
 IDLE_S: Final = 5
 INTERVAL_S: Final = 5
 PROBE_COUNT: Final = 3
-#: Seconds after which a connection with unacknowledged data, which is not probed, is closed. This also closes the
-#: connection to a process that is stopped in the middle of a large message.
+#: Seconds after which a connection with unacknowledged data, which is not probed, is closed. This also applies to a
+#: connection whose peer process was stopped in the middle of a large message.
 UNACKNOWLEDGED_S: Final = 30
 #: Device and inode of each socket to close in forked children, by descriptor.
 _kept: Final[dict[int, tuple[int, int]]] = {}
@@ -33,16 +33,16 @@ _kept: Final[dict[int, tuple[int, int]]] = {}
 
 @contextlib.contextmanager
 def configured_sockets() -> Iterator[None]:
-    """Probe the connections that the body of ``with`` makes, and keep them from children. Works only on Linux."""
+    """Enable probes on connections that the ``with`` body makes, and keep them from children. Works only on Linux."""
     earlier = set(open_descriptors())
     yield
     made = set(open_descriptors()) - earlier
     probe_all(made)
     for descriptor in [each for each, known in list(_kept.items()) if _socket_at(each) != known]:
-        _kept.pop(descriptor, None)  # no longer open
+        _kept.pop(descriptor, None)  # the descriptor is no longer open
     for descriptor in made:
         found = _socket_at(descriptor)
-        # Another thread may have opened a socket, too. Python's sockets are not inheritable.
+        # Another thread may also have opened a socket. Python's sockets are not inheritable.
         if found is not None and os.get_inheritable(descriptor):
             os.set_inheritable(descriptor, False)
             _kept[descriptor] = found
@@ -90,7 +90,7 @@ def _opened(descriptor: int) -> socket.socket:
 
 
 def _close_in_child() -> None:
-    """Replace the sockets by a null device. gloo may still close the descriptors, so others must not get them."""
+    """Replace the sockets by a null device. gloo may still close their numbers, so no new file must get these."""
     sockets = [descriptor for descriptor, known in _kept.items() if _socket_at(descriptor) == known]
     _kept.clear()
     if not sockets:

@@ -33,18 +33,19 @@ T = TypeVar("T", Send, Receive)
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.transport")
 
-#: Seconds that the ranks wait for each other at startup.
+#: Seconds for which the ranks wait for each other at startup.
 START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
-#: Maximum seconds that the training thread keeps the GIL while a thread of the transport waits for it. Python's default
-#: is 5 ms. These waits add up, because each end acquires the GIL twice for a frame and four times for a large message.
+#: Maximum seconds for which the training thread keeps the GIL while a thread of the transport is waiting for it.
+#: Python's default is 5 ms. These waits add up, because each end acquires the GIL twice for a frame and four times for
+#: a large message.
 _SWITCH_INTERVAL_S: Final = 0.0002
 _GOODBYE_S: Final = 0.5
-#: Maximum seconds for all threads together to end. They take milliseconds once their connections are closed, but longer
-#: if many ranks share a core: 32 ranks have thousands of threads.
+#: Maximum seconds for all threads to end. They need milliseconds once their connections are closed, but longer if many
+#: ranks share a core: 32 ranks have thousands of threads.
 _JOIN_S: Final = 30.0
-#: Maximum seconds for the threads to end after the loss of a peer or a failure. A wait for data in transit may then
-#: never end.
+#: Maximum seconds for the threads to end after the loss of a peer or another failure. A wait for data in transit may
+#: then never end.
 _HOPELESS_JOIN_S: Final = 0.4
 _ABORT_S: Final = 0.05
 
@@ -110,7 +111,7 @@ class TorchTransport(MatchedTransport):
     Args:
         groups: Groups for frames and for large messages of all ranks that began the world. Empty if this rank has no
             peers or joined later.
-        entry: How this process entered a world that ranks may join later, or None if such ranks are not allowed.
+        entry: How this process entered a world that other ranks may join later, or None if no rank may join later.
         granted_tags: Stream tags, on which each receive names its source and is large enough for its message.
         living: Registration of this process for its rank, or None.
     """
@@ -147,7 +148,7 @@ class TorchTransport(MatchedTransport):
         self._groups = list(groups)
         self._pairs: dict[int, list[Any]] = {}  # groups of two ranks, by peer
         self._replaced: list[tuple[Link, list[Any]]] = []
-        self._incarnations: dict[int, int] = {}  # incarnations of processes that joined later
+        self._incarnations: dict[int, int] = {}  # incarnations of processes that have joined later
         self._announced: dict[int, int] = {}
         self._connected: dict[int, tuple[int, list[Any]]] = {}  # connected processes that have not been accepted yet
         self._lost: frozenset[int] = frozenset()
@@ -254,7 +255,7 @@ class TorchTransport(MatchedTransport):
         if self._connector is None or self._announced.get(rank) != incarnation:
             _close_groups(groups)
             return
-        if rank in self._connected:  # That process was lost before it was accepted.
+        if rank in self._connected:  # The process was lost before it was accepted.
             _close_groups(self._connected[rank][1])
         self._connected[rank] = incarnation, groups
         self._missed -= {rank}
@@ -335,7 +336,7 @@ class TorchTransport(MatchedTransport):
         if alive:
             logger.warning("threads that wait for gloo did not end: %s", ", ".join(alive))
         self._callbacks.empty()  # fails the remaining requests
-        self._lost = lost  # a peer that has closed its connections meanwhile has left
+        self._lost = lost  # a peer that has closed its connections in the meantime has left
         for link in links:
             if link.has_ended:
                 link.release()

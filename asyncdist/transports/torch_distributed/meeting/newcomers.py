@@ -1,22 +1,21 @@
 """Lets a restarted rank, or a rank that starts later than the others, join a running world.
 
 A process is identified by its rank and its *incarnation*, the number of restarts of the rank. The world's key-value
-store contains a log of the processes that have arrived since the world began. A thread of each process reads the log
-several times a second. When two processes have recorded that they want to connect, a thread of each makes two gloo
+store contains a log of the processes that have arrived since the world began. In each process, a thread reads the log
+several times a second. When two processes have recorded that they want to connect, a thread in each makes two gloo
 groups of these two processes, and retries after a failure.
 
-- A process connects to a new process only after it considers the previous process of that rank lost. The first process
+- A process connects to a new process only once it considers the previous process of that rank lost. The first process
   to connect records a welcome, for which the new process waits before it opens its world.
-- The launcher records in the store which processes have ended, so that no process waits for them. As long as a process
-  of the world is alive, a new process waits for a welcome, because the event loops of all ranks may be blocked.
+- In the store, the launcher records which processes have ended, so that no process waits for them. A new process waits
+  for a welcome as long as any process of the world is alive, because the event loops of all ranks may be blocked.
 - A process that reads a later incarnation of its own rank in the log records that it is alive. The new process then
   raises an error.
 - If a world begins with fewer processes than ranks, the highest ranks are vacant. A process of such a rank always joins
-  later. It may have no predecessor, so every process connects to it and welcomes it.
+  later. As it may have no predecessor, every process connects to it and welcomes it.
 - A rank that is restarted before its world has begun, or after the others have left it, begins a world together with
   other ranks. If a rank is killed before all are connected, all ranks start the handshake again.
-- If no process of the world is alive, no process can welcome a new process. The new processes then begin the next
-  world.
+- If no process of the world is alive, new processes cannot be welcomed. They then begin the next world.
 """
 
 from __future__ import annotations
@@ -47,22 +46,22 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newco
 
 #: Seconds between two reads of the log, in addition to ``PAUSE_PER_RANK_S``.
 _PERIOD_S: Final = 0.1
-#: Number of reads of the log after which a process writes the name of the running world again, in case it was deleted.
+#: Number of log reads after which a process rewrites the name of the running world, in case the name was deleted.
 _LOOKS_PER_RENEWAL: Final = 10
-#: Seconds after which a new process logs that no process of the world has agreed to connect to it. The loss of a
-#: process is detected within 1 s, and the loss of a host within 30 s, unless the loops of all ranks are blocked.
+#: Seconds after which a new process logs that no process of the world has agreed to connect to it. Unless the loops of
+#: all ranks are blocked, the loss of a process is detected within 1 s, and the loss of a host within 30 s.
 _NOTICE_S: Final = 30.0
-#: Seconds that two processes have to arrive for an attempt to connect, and seconds for connecting in each attempt. If
-#: one process ends during an attempt, the other waits in gloo for five times the attempt's seconds. A lost packet costs
-#: 1 s.
+#: Seconds within which both processes must arrive for an attempt to connect, and seconds for connecting in each
+#: attempt. If one process ends during an attempt, the other one waits in gloo for five times as long as the attempt
+#: lasts. A lost packet costs 1 s.
 _PAIR_S: Final = 20.0
 _PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
-#: Base seconds and additional seconds per rank for connecting the first groups, and number of attempts. gloo detects
-#: late that a process has ended.
+#: Base seconds, and additional seconds per rank, for connecting the first groups; and the number of attempts. gloo is
+#: slow to detect that a process has ended.
 _CONNECT_S: Final = 10.0
 _CONNECT_PER_RANK_S: Final = 0.5
 _ATTEMPT_COUNT: Final = 3
-#: Seconds that a restarted or late process tries to reach the store.
+#: Seconds for which a restarted or late process tries to reach the store.
 _REACH_S: Final = 10.0
 _RUNNING: Final = "running"
 #: Key that the launcher writes before it closes the store.
@@ -80,16 +79,16 @@ class WorldEntry:
         store: Part of the store that belongs to the world.
         incarnation: Number of restarts of this rank since the world began, or 0 if this process began the world.
         late_places: Ranks that had no process when the job started.
-        vacant: Ranks for which no process had started when this process entered the world.
+        vacant: Ranks for which no process had been started when this process entered the world.
         nonce: Number that all processes of the world share.
         process: Launcher's name for this process: its rank and the number of restarts by the launcher.
-        running: Value in the store from which later processes find this world.
+        running: Value in the store with which later processes find this world.
         groups: Groups of all ranks if this process began the world, otherwise empty.
 
     Raises:
         DisagreementError: The running world belongs to another job, or has a different size or version.
-        LateError: This rank was restarted or joins late, and other ranks have ended.
-        TransportError: The ranks do not find each other, or the previous process of this rank is alive.
+        LateError: This rank was restarted or is joining late, and other ranks have ended.
+        TransportError: The ranks do not find each other, or the previous process of this rank is still alive.
     """
 
     def __init__(self, rendezvous: TorchRendezvous, timeout_s: float) -> None:
@@ -127,7 +126,7 @@ class WorldEntry:
         _entered[rendezvous] = token
 
     def _open_store(self) -> SealedStore:
-        """Return the job's store. If this process was restarted or joins late, the store must already exist."""
+        """Return the job's store. If this process was restarted or is joining late, the store must already exist."""
         if not self.rendezvous.incarnation:
             return open_store(self.rendezvous, self._deadline)
         try:
@@ -222,8 +221,8 @@ class WorldEntry:
                 raise self._late("the job has ended")
 
 
-#: Token of the last world that this process has entered at each rendezvous. The process takes part in the beginning of
-#: the next world, unless its rank had no process when the job started.
+#: Token of the last world that this process has entered at each rendezvous. The process takes part in beginning the
+#: next world, unless its rank had no process when the job started.
 _entered: dict[TorchRendezvous, str] = {}
 
 
@@ -232,7 +231,7 @@ def _identity(rendezvous: TorchRendezvous) -> dict[str, Any]:
 
 
 def _check_running(running: str, rendezvous: TorchRendezvous) -> str:
-    """Return the running world's token. Raise an error if this process has another job, world size or version."""
+    """Return the running world's token. Raise an error if this process has a different job, world size or version."""
     theirs = json.loads(running)
     for what, mine in _identity(rendezvous).items():
         if theirs[what] != mine:
@@ -255,15 +254,15 @@ def request_welcome(
     rendezvous: TorchRendezvous,
     has_exited: Callable[[int, int], bool] = lambda rank, incarnation: False,
 ) -> list[int] | None:
-    """Record this process in the world's log, and wait until a process of the world agrees to connect to it.
+    """Record this process in the world's log, and wait until a process of the world agrees to connect to this one.
 
-    The wait lasts as long as a process of the world is alive and has not left it. It is logged after ``_NOTICE_S``.
+    The wait lasts as long as a process of the world is alive and has not left. It is logged after ``_NOTICE_S``
+    seconds.
 
     ``has_exited`` returns, for a rank and an incarnation, whether the launcher has recorded the end of that process.
 
     Returns:
-        The latest incarnation of each rank in the log, or 0. None if all processes of the world have left it or have
-        ended.
+        The latest incarnation of each rank in the log, or 0. None if all processes of the world have left or ended.
     """
     rank, size, incarnation = rendezvous.rank, rendezvous.size, rendezvous.incarnation
     first_count = size - rendezvous.empty_count
@@ -297,7 +296,7 @@ def request_welcome(
 
 
 def _read(store: Any, number: int, newest: list[int]) -> int:
-    """Read the log from entry ``number``, record incarnations in ``newest``, and return the next entry's number."""
+    """Read the log from entry ``number`` on, record incarnations in ``newest``, and return the next entry's number."""
     while store.check([f"newcomer/{number}"]):
         entry = _parse(text_of(store, f"newcomer/{number}"))
         if entry is not None and entry[0] < len(newest):
@@ -309,7 +308,7 @@ def _read(store: Any, number: int, newest: list[int]) -> int:
 def _members(
     store: Any, newest: list[int], rank: int, first_count: int, has_exited: Callable[[int, int], bool]
 ) -> list[int]:
-    """Return the ranks of the processes that are in the world: they have entered it, and have not left it or ended."""
+    """Return the ranks of the processes that have entered the world, and have neither left it nor ended."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
     return [other for other, n in inside if not (store.check([f"closed/{other}.{n}"]) or has_exited(other, n))]
@@ -339,8 +338,7 @@ class NewcomerConnector:
         entry: How this process entered the world.
         callbacks: Queue through which the following functions are called on the loop.
         on_announced: Function called with the rank and incarnation of each new process.
-        on_connected: Function called with the rank, the incarnation and the two groups of a process when it is
-            connected.
+        on_connected: Function called when a process is connected, with its rank, its incarnation and the two groups.
         on_missed: Function called with the rank and incarnation of a process that leaves before it is connected.
     """
 
@@ -400,7 +398,7 @@ class NewcomerConnector:
                         common.compare_set(_RUNNING, "", self._entry.running)
                     number = self._read_log(store, number)
                     self._connect_to_requested(store, recorded)
-                except RuntimeError as error:  # Another user may have deleted a value during the read.
+                except RuntimeError as error:  # Another user may have deleted a value while it was being read.
                     common.check([_OVER])  # This raises an error if the store has closed.
                     logger.info("rank %d could not read the store, and tries again: %s", self._rank, reason(error))
                 if self._closing.wait(self._period_s) or common.check([_OVER]):
@@ -496,4 +494,4 @@ class NewcomerConnector:
 
 
 class _EndedError(TransportError):
-    """Raised if one of two connecting processes has ended or has left. No further attempt is made."""
+    """Raised if one of two connecting processes has ended or left. No further attempt is made."""

@@ -1,17 +1,17 @@
 """Lets the ranks of a torch.distributed job find each other through a key-value store.
 
-The store of the user's process group is used if there is one, or the store of torchrun's agent. Otherwise rank 0 serves
-a store at a port chosen by the system. It announces this port in a second store at MASTER_PORT. The second store is
-closed before any rank continues, so that the user's ``init_process_group`` can use MASTER_PORT.
+The store of the user's process group is used if there is one, or the store of torchrun's agent. Otherwise, rank 0
+serves a store at a port chosen by the system, and announces this port in a second store at MASTER_PORT. The second
+store is closed before any rank continues, so that the user's ``init_process_group`` can use MASTER_PORT.
 
 A store may contain keys of earlier processes, and torchrun's agents may disagree on their number of restarts. A world
-is therefore identified by a random token of its rank 0. Every rank writes a hello with its own random token. Rank 0
-answers each hello, including a repeated hello of a restarted rank, with the world's token. When all ranks have
+is therefore identified by a random token from its rank 0. Every rank writes a hello with its own random token. Rank 0
+answers each hello, including a repeated hello from a restarted rank, with the world's token. When all ranks have
 registered under this token, rank 0 lets them continue. If rank 0 is restarted before that, its new process answers all
 hellos with a new token, which the ranks adopt.
 
-Rank 0 does not expect ranks beyond its own WORLD_SIZE. A rank without an answer therefore repeats its hello under a key
-that rank 0 also reads. Rank 0 answers, and both ranks report that their sizes differ.
+Rank 0 does not expect ranks beyond its own WORLD_SIZE. A rank that gets no answer therefore repeats its hello under a
+key that rank 0 reads in any case. Rank 0 answers, and both ranks report that their sizes differ.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _PAUSE_S: Final = 0.02
 _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
 _UNANSWERED: Final = "unanswered"
-#: Seconds after which one rank of each host logs that it waits, if no process serves the store.
+#: Seconds after which, if no process serves the store, one rank on each host logs that it is waiting.
 NOTICE_S: Final = 5.0
-#: Seconds after which rank 0 logs the missing ranks. Imports may take long on many hosts.
+#: Seconds after which rank 0 logs the missing ranks. With many hosts, imports may take long.
 MISSING_NOTICE_S: Final = 30.0
 
 
@@ -85,9 +85,9 @@ def join_store(rendezvous: TorchRendezvous | None, rank: int, size: int, timeout
 def join_world(
     rendezvous: TorchRendezvous, timeout_s: float, check: Callable[[], object] = lambda: None
 ) -> tuple[SealedStore, str]:
-    """Wait for all ranks that begin a world. Return the world's part of the store and its token.
+    """Wait for all ranks that begin a world. Return the world's part of the store and the world's token.
 
-    While waiting, ``check`` is called repeatedly. It raises an error to give up.
+    During the wait, ``check`` is called repeatedly. It may raise an error to end the wait.
     """
     deadline = time.monotonic() + timeout_s
     store = _store_of(rendezvous)
@@ -118,7 +118,7 @@ def open_store(rendezvous: TorchRendezvous, deadline: float) -> SealedStore:
 
 
 def _loopback_hint(rendezvous: TorchRendezvous) -> str:
-    """Return a sentence for errors that explains why ranks on other hosts may be missing, or an empty string."""
+    """Return a sentence, to be appended to errors, that explains why ranks on other hosts may be missing, or ""."""
     if rendezvous.rank or not rendezvous.is_loopback or detection.local_size() == rendezvous.size:
         return ""
     return (
@@ -136,11 +136,12 @@ class _Gathering:
     Args:
         deadline: :func:`time.monotonic` time at which the rank gives up.
         check: Function that is called repeatedly during the wait, and raises an error to end it.
-        hint: Reason why ranks may be missing, for warnings and errors. Empty, or begins with a full stop.
+        hint: Reason why ranks may be missing, to be appended to warnings and errors. It is empty or begins with a full
+            stop.
 
     Attributes:
-        world, token: Part of the store that belongs to this world, and the world's token. Both are set when this rank
-            learns the token.
+        world, token: The part of the store that belongs to this world, and the world's token. Both are set when this
+            rank learns the token.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class _Gathering:
         self.token = ""
 
     def wait_for_all(self) -> None:
-        """On rank 0, wait until all ranks have arrived. On other ranks, wait until rank 0 lets this rank continue."""
+        """Wait until all ranks have arrived (on rank 0), or until rank 0 lets this rank continue (on other ranks)."""
         try:
             self._store.set(f"hello/{self._rank}", self._hello)
             if self._rank == 0:
@@ -241,7 +242,7 @@ class _Gathering:
         return False
 
     def _is_released(self) -> bool:
-        """Return whether rank 0 lets the ranks continue. If not, read the list of missing ranks.
+        """Return whether rank 0 has let the ranks continue. If it has not, read the list of missing ranks.
 
         Only rank 0 looks for the missing ranks, because n ranks that look for each other would make n * n requests.
         """
@@ -269,7 +270,7 @@ class _Gathering:
             pause_s = min(1.5 * pause_s, longest_s)
 
     def _log_missing_ranks(self) -> None:
-        """Log the missing ranks on rank 0, or on one or two ranks of each host if rank 0 is missing."""
+        """Log the missing ranks on rank 0 or, if rank 0 is missing, on one or two ranks per host."""
         if self._rank == 0 or (not self.token and detection.local_rank() in (None, 0, 1)):
             logger.warning(
                 "rank %d waits for ranks %s, which have not arrived at the start of the world and may have ended; it "
@@ -305,7 +306,7 @@ def _join(ranks: Sequence[int]) -> str:
 def _check_facts(rank: int, facts: str, facts_of_0: str) -> None:
     """Raise an error if a rank's world size or version differs from rank 0's. Both ranks call this function.
 
-    Ranks of a job that restarts its ranks do not compare their versions later.
+    In a job that restarts ranks, versions are not compared later.
     """
     (size, _, version), (size_of_0, _, version_of_0) = facts.partition(" "), facts_of_0.partition(" ")
     if int(size) != int(size_of_0):
@@ -338,7 +339,7 @@ class _RendezvousStore:
         return self._store
 
     def forget(self) -> None:
-        """Make the next world open a new store, as ranks that arrive later will do."""
+        """Make the next world open a new store, as ranks that arrive later do."""
         self._store = None
 
     def free_port(self) -> None:
@@ -397,7 +398,7 @@ def _serve(rendezvous: TorchRendezvous, port: int) -> Any:
 
 
 def _reach(rendezvous: TorchRendezvous, port: int, deadline: float) -> Any:
-    """Connect to a store that was listening a moment ago."""
+    """Connect to a store at an address where a process was listening a moment ago."""
 
     def warn() -> None:
         if detection.local_rank() in (None, 0, 1):  # rank 0 may be the process that serves the store
@@ -457,7 +458,7 @@ def await_listener(address: str, port: int, deadline: float) -> None:
         deadline: :func:`time.monotonic` time at which to give up.
 
     Raises:
-        OSError: The last attempt's error, if no process listened before the deadline.
+        OSError: No process listened before the deadline. This is the error of the last attempt.
     """
     while True:
         try:

@@ -1,6 +1,6 @@
 """Creates, reaches and authenticates torch's key-value stores, through which the processes of a job find each other.
 
-torch's store has no authentication, so any process that reaches its port can read and write all keys.
+torch's stores have no authentication, so any process that reaches a store's port can read and write all keys.
 :class:`SealedStore` writes each value with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and ignores values
 without a valid seal.
 """
@@ -28,25 +28,25 @@ from asyncdist.validation import printable
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.stores")
 
 TIMEOUT: Final = timedelta(seconds=60)
-#: Seconds added to the timeout for connecting, so that torch's own error, which is more precise, is raised first.
+#: Seconds added to the timeout for connecting, so that torch's own, more precise error is raised first.
 _MARGIN_S: Final = 1.0
-#: Seconds that ``get`` waits for a value with a valid seal, as torch's store waits for any value.
+#: Seconds for which ``get`` waits for a value with a valid seal.
 _TIMEOUT_S: Final = 60.0
 _PAUSE_S: Final = 0.01
-#: Seconds for each rank that are added to the pause between two reads of the store if all ranks may read it repeatedly,
-#: because it answers only some ten thousand requests per second.
+#: Seconds per rank that are added to the pause between two reads of the store when all ranks may be reading it
+#: repeatedly, because the store answers only about ten thousand requests per second.
 PAUSE_PER_RANK_S: Final = 0.0005
-#: Seconds between two reports of refused values.
+#: Minimum seconds between two reports of refused values.
 _REPORT_PERIOD_S: Final = 60.0
 #: Expected value that a read passes to ``compare_set``. It never equals a sealed value, which is longer.
 _NOTHING: Final = "?"
-#: Maximum number of times that ``compare_set`` overwrites a value without a valid seal that another process keeps
+#: Maximum number of times that ``compare_set`` overwrites a value without a valid seal, which another process may keep
 #: writing.
 _ATTEMPT_COUNT: Final = 8
 
 
 def reason(error: RuntimeError) -> str:
-    """Return the message of a torch error without source location, advice and stack."""
+    """Return the message of a torch error without source location, advice and stack trace."""
     text = str(error).partition("\n")[0].partition(". This is typically")[0]
     return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", text)
 
@@ -58,10 +58,10 @@ def serve(address: str, port: int, *, size: int | None = None, is_open: bool = F
         address: Address to which the other processes connect. If it is a host name, the store listens on all addresses.
         port: Port of the store, or 0 to let the system choose one.
         size: Number of processes, or None if unknown.
-        is_open: Whether to listen on all addresses, because processes know the host by different addresses.
+        is_open: Whether to listen on all addresses, for processes that reach the host at different addresses.
     """
     listener = None if is_open else addresses.listen_at(address, port)
-    shares_process = port != 0  # Share a store that the user's program serves on this port.
+    shares_process = port != 0  # If the user's program serves a store on this port, share it.
     listening: dict[str, Any] = {}
     if listener is not None:
         port = listener.getsockname()[1]
@@ -78,18 +78,18 @@ def answered(
     notice_s: float = math.inf,
     notice: Callable[[], object] = lambda: None,
 ) -> Any:
-    """Return the store to which ``connect`` connects.
+    """Return the store that ``connect`` connects to, unless it takes too long.
 
-    torch's client waits forever, and ignores signals, if the process that listens at the port does not answer. A web
-    server, for example, waits for the end of a line. ``connect`` is therefore called in a separate thread, which is
-    abandoned after the timeout.
+    If the process that listens at the port does not answer, torch's client waits forever and ignores signals. (A web
+    server, for example, would wait for the end of a line.) ``connect`` is therefore called in a separate thread, which
+    is abandoned after the timeout.
 
     Args:
         timeout_s: Timeout in seconds, which ``connect`` should also observe.
         notice_s: Seconds after which ``notice`` is called.
 
     Raises:
-        RuntimeError: ``connect`` has not returned in time, or has raised this error.
+        RuntimeError: ``connect`` did not return in time, or raised this error.
     """
     connected: Future[Any] = Future()
 
@@ -116,7 +116,7 @@ def text_of(store: Any, key: str) -> str:
 
 
 class Refusals:
-    """Logs values without a valid seal: the first immediately, and later ones as a count, at most once a minute."""
+    """Logs values without a valid seal: the first immediately, and later values as a count, at most once a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -126,7 +126,7 @@ class Refusals:
         self._quiet_until = float("-inf")
 
     def note(self, key: str, value: bytes) -> None:
-        """Count a value without a valid seal, unless it equals the last such value for this key."""
+        """Count a value without a valid seal, unless it equals the last such value of this key."""
         with self._guard:
             if self._seen.get(key) == value:
                 return
@@ -154,11 +154,11 @@ class Refusals:
 class SealedStore(Store):
     """Part of a torch store that accepts only values that were written with the job's secret.
 
-    It has the methods of torch's stores that asyncdist and gloo use. Values are strings or bytes.
+    It has those methods of torch's stores that asyncdist and gloo use. Values are strings or bytes.
 
     Attributes:
         secret: Secret of the job.
-        prefix: Prefix of each key, unique among the parts of this job and included in the seals.
+        prefix: Prefix of each key. It is unique among the parts of this job's store, and the seals include it.
     """
 
     def __init__(self, inner: Any, secret: JobSecret, prefix: str = "", refusals: Refusals | None = None) -> None:
@@ -202,7 +202,7 @@ class SealedStore(Store):
         return True
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the value is ``expected``. Return the new value. An empty string means no value."""
+        """Write ``desired`` if the present value is ``expected``. Return the new value. "" means no value."""
         mine = self._seal(key, desired)
         before: Any = self._seal(key, expected) if expected else ""
         for _ in range(_ATTEMPT_COUNT):
@@ -222,7 +222,7 @@ class SealedStore(Store):
             time.sleep(_PAUSE_S)
 
     def why_absent(self, key: str) -> str:
-        """Return the reason why the key's value is ignored, as a sentence for errors, or "" if it is not ignored."""
+        """Return a sentence, for errors, that says why the key's value is ignored, or "" if it is not ignored."""
         name = self.prefix + key
         if not self._inner.check([name]) or self._read(key) is not None:
             return ""
