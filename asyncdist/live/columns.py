@@ -214,7 +214,7 @@ COLUMNS: Final = (
     _of_policy("step", "step", "number of steps", (0, 6)),
     Column(
         "step/s",
-        "mean of the last five seconds, or since the previous reading",
+        "mean number of steps per second in the last five seconds, or since the previous reading",
         1,
         6,
         steps_per_s,
@@ -240,7 +240,7 @@ COLUMNS: Final = (
         is_optional=True,
     ),
     _of_policy(
-        *("waited", "waited_for_averages_s", "seconds for which steps have waited for averages", (2, 6)),
+        *("waited", "waited_for_averages_s", "seconds that steps have spent waiting for averages", (2, 6)),
         "{:.1f}s".format,
         is_optional=True,
     ),
