@@ -207,7 +207,7 @@ class JoinablePolicy(SpawnPolicy):
         weights = self._flat.new_buffers()
         for name, tensor in weights.by_name().items():
             tensor.copy_(state["weights"][name])
-        load_named(self.model, self.optimizer, cloned(state["optimizer"]))  # a copy, because torch keeps the tensors
+        load_named(self.model, self.optimizer, cloned(state["optimizer"]))  # torch keeps the tensors
         with self._weights.following(has_new_state=True):
             self._flat.load(weights)
         self._restore(state["policy"])

@@ -229,7 +229,7 @@ EXCHANGE_MUTANTS: Final = (
         "joining",
         "a newcomer keeps its own optimizer's state",
         "protocols/joining/policy.py",
-        '        load_named(self.model, self.optimizer, cloned(state["optimizer"]))  # a copy, because torch keeps the tensors\n',
+        '        load_named(self.model, self.optimizer, cloned(state["optimizer"]))  # torch keeps the tensors\n',
         "",
         DILOCO_FAULTS,
     ),
