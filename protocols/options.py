@@ -235,7 +235,7 @@ class AveragingOptions(Options):
         Options.__post_init__(self)
         if self.makes_fresh_weights and self.model_builder is None:
             raise ValueError(
-                "model_builder must be a callable that returns a model with averaging_strategy='reset_weights', got "
+                "with averaging_strategy='reset_weights', model_builder must be a callable that returns a model, got "
                 "None"
             )
 

@@ -60,7 +60,7 @@ async def gather_distributed_data(
 
     def check_rank() -> None:
         if rank is not None and rank != world.rank:
-            raise ValueError(f"rank must be None or this rank {world.rank}, got {rank!r}")
+            raise ValueError(f"rank must be None or {world.rank}, this rank's number, got {rank!r}")
 
     outcome = await attempt(
         lambda: _describe(local_tensor),

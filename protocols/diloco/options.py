@@ -320,12 +320,13 @@ class StepTokens:
         """Return the number of tokens or examples of a step: ``tokens``, or 1 if it is None.
 
         Args:
-            metric: First positional argument of ``step``, which must not be a number of tokens. None if the policy
-                takes a metric there.
+            metric: First positional argument of ``step``, which must not be a number of tokens. None if the policy's
+                first argument is a metric.
 
         Raises:
             TypeError: The weights are ``"tokens"``, and the number of tokens was passed by position.
-            ValueError: ``tokens`` is not a finite number above 0, has no effect, or is missing in some steps.
+            ValueError: ``tokens`` is not a finite number above 0, is passed although the weights do not use it, or is
+                passed in some steps but not in others.
         """
         if tokens is None and metric is not None and self._weights != "equal":
             raise TypeError(

@@ -91,10 +91,10 @@ class Neighbours:
             mean_of: Part whose mean is requested, or None for a donor's snapshot.
 
         Returns:
-            Object that reads the memory, which the caller must finish. None if the snapshot must be streamed.
+            Reader of the memory, or None if the snapshot must be streamed. The caller must finish the reader.
 
         Raises:
-            RankLostError: The rank is lost.
+            RankLostError: The donor or reducer is lost.
             BusyError: The queue of outgoing messages is full.
         """
         if not self._is_possible or nbytes < READ_NBYTES_MIN or self._failures[donor] >= TRIAL_COUNT:

@@ -191,8 +191,8 @@ class _PermutedFragment(RuleFragment):
 class Share:
     """Reads and writes a random share of a model's values, at the indices that a rule chooses for each round.
 
-    The exchange handles a share like a model with one tensor of chosen values per dtype. Floating buffers are exchanged
-    whole, and integers are copied from the first donor.
+    The exchange handles a share like a model with one tensor of chosen values per dtype. Floating-point buffers are
+    exchanged whole, and integer buffers are copied from the first donor.
 
     Args:
         whole, entries: Layout and entries of the whole model.

@@ -36,7 +36,7 @@ def written(path: Path, mode: int, text: str = "0123456789abcdef") -> str:
     [
         (
             lambda path: written(path, 0o644),
-            "has mode 0644, so other users can open it. It must be a file of this user ",
+            "has mode 0644, so other users can open it. It must belong to this user ",
         ),
         (lambda path: written(path, 0o600, "short\n"), "must have at least 16 characters, got 5"),
         (lambda path: written(path, 0o600, "0123456789abcdef\0"), "must be one line of printable text"),

@@ -262,9 +262,10 @@ class _Save:
         return "adds itself", ""
 
     def _is_first_and_all_were_restarted(self) -> bool:
-        """Return whether this rank is the first of the living ranks, and no other rank that was never lost may save.
+        """Return whether this rank must save, because each rank that could have saved was lost and restarted.
 
-        Such a rank may have saved before it left, or may not be connected to this rank yet.
+        This rank is then the first of the living ranks. A rank that was never lost excludes this even if it is not
+        among them: it may have saved before it left, or may not be connected to this rank yet.
         """
         services = self._world.services
         others = [rank for rank in range(self._world.size) if rank != services.rank]

@@ -172,7 +172,7 @@ class Liveness:
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Connect ``observer`` to a process of ``other``. Return False if it has ended or is already connected."""
+        """Connect ``observer`` to a process of ``other``. Return False if that process has ended or is connected."""
         self._introduced[observer].pop(other, None)
         if other not in self.known_lost[observer] or not self._do_both_exist(observer, other, incarnation):
             return False

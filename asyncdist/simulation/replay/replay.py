@@ -205,7 +205,7 @@ class ReplayedJob:
         return len(self._gates) == self._size and all(gate.has_stopped for gate in self._gates.values())
 
     def _is_idle(self) -> bool:
-        """Return whether no rank has made progress during many events. Called after each event."""
+        """Return whether many events have passed since a rank last made progress. Called after each event."""
         self._event_count += 1
         if self._event_count % _LOOK_EVERY:
             return False

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from asyncdist import validation
 
-#: Number of values processed at a time on the CPU: 256 KiB, which stay in a core's private cache through all passes
-#: over the values.
+#: Number of values processed at a time on the CPU. They take 256 KiB, and stay in a core's private cache through all
+#: passes.
 _PIECE_COUNT: Final = 1 << 16
 #: Number of values processed at a time on other devices: 16 MiB, to limit the size of temporaries.
 _DEVICE_PIECE_COUNT: Final = 1 << 22

@@ -42,7 +42,7 @@ def configured_sockets() -> Iterator[None]:
         _kept.pop(descriptor, None)  # the descriptor is no longer open
     for descriptor in made:
         found = _socket_at(descriptor)
-        # Another thread may also have opened a socket. Python's sockets are not inheritable.
+        # Another thread may also have opened a socket, but not an inheritable one: Python's sockets are not.
         if found is not None and os.get_inheritable(descriptor):
             os.set_inheritable(descriptor, False)
             _kept[descriptor] = found
