@@ -123,8 +123,8 @@ def _read_open(descriptor: int, path: str) -> str:
         if problem := why_not_secret(os.fstat(descriptor), os.getuid()):
             raise ValueError(
                 f"the secret file {path!r} {problem}. It must belong to this user and have mode 0600 "
-                f"(chmod 600 {path}), or belong to root and have mode 0440 (in Kubernetes, set defaultMode: 0440 and an "
-                "fsGroup)"
+                f"(chmod 600 {path}), or belong to root and have mode 0440 (in Kubernetes, set defaultMode: 0440 and "
+                "an fsGroup)"
             )
         return os.read(descriptor, _NBYTES_MAX).decode("utf-8", "surrogateescape")
     finally:
