@@ -50,18 +50,15 @@ MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
 PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
 #: Environment variable with the launcher's pid, for ranks whose mpirun does not forward output while it stops them.
 LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
-#: Environment variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits it from the
-#: launcher.
+#: Environment variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 has the launcher's.
 STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
 INHERITED: Final = "inherited"
 #: Value of :data:`STDIN_VARIABLE` for a terminal, possibly followed by the other descriptors to connect to it.
 TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: Environment variable with the launcher's pid, and its descriptor of the file in which ranks record the errors that
-#: they print.
+#: Environment variable with the launcher's pid, and its descriptor of the file of the errors that ranks have printed.
 PRINTED_ERRORS_VARIABLE: Final = "ASYNCDIST_TOLD"
-#: Environment variable with the launcher's pid, and its descriptor of a file that gets one byte from each rank that has
-#: run alone.
+#: Environment variable with the launcher's pid, and its descriptor of a file with one byte per rank that has run alone.
 LONE_VARIABLE: Final = "ASYNCDIST_ALONE"
 #: Arguments with which a script usually prints text and calls sys.exit(0) without opening a world.
 _ASKING_FOR_HELP: Final = frozenset({"-h", "--help", "--version"})

@@ -74,8 +74,7 @@ class JointWork(Generic[T]):
         Args:
             prepare: Coroutine function that every member awaits before it joins. Its exception is raised unchanged on
                 this rank, and as RemoteError on the others.
-            work: Coroutine function that does the work. Its arguments are a group for the work and the prepared value,
-                the first member's result of ``prepare``.
+            work: Coroutine function that does the work. It gets a group and the first member's result of ``prepare``.
             arrive: Coroutine function that every member awaits first, or None. ``prepare`` is then called when
                 ``arrive`` has returned on all members, and not if this rank's caller was cancelled. An exception of
                 ``arrive`` is raised at once on this rank, because other members may never call the work, and as

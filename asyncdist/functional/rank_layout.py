@@ -295,8 +295,7 @@ async def initialize_distributed_compute(
         placement: ``"arithmetic"`` (:meth:`RankLayout.arithmetic`) or ``"host"`` (:meth:`RankLayout.by_host`).
         hostname: Host of this rank, for ``"host"``, by default ``world.hostname``.
         layout: Layout to use instead of the arguments above.
-        dist_backend: None or the world's transport (``world.transport_name``, or gloo), for compatibility with
-            torchgfn.
+        dist_backend: None or the world's transport (``world.transport_name``, or gloo), as in torchgfn.
         world: World of the call, by default the current one.
 
     Raises:

@@ -175,9 +175,8 @@ async def hosted(
             error = own_error(caught, monitor, interrupts, world.rank)
             recording.note_end(error)
             _leave_counters(world, options)
-            await fail(
-                world, transport, error, options.grace_s, reporter.report_abort if reporter is not None else None
-            )
+            report = None if reporter is None else reporter.report_abort
+            await fail(world, transport, error, options.grace_s, report)
             if error is caught:
                 raise
             _raise_as_it_is(error)

@@ -112,11 +112,10 @@ def simulate(
     Raises:
         BaseException: An exception that ended a rank and that the fault plan does not explain
             (:meth:`SimReport.check_ranks`), with a note that names the rank.
-        DeadlockError: No event was left, and not every ``main`` had returned. The message lists what each task is
-            waiting for.
-        TimeLimitError: ``until_s`` was reached before all ranks had ended. The message lists what each task is waiting
-            for.
-        KeyboardInterrupt: SIGINT was received between two events. The message lists what each task is waiting for.
+        DeadlockError: No event was left, and not every ``main`` had returned. This message and the next two list what
+            each task is waiting for.
+        TimeLimitError: ``until_s`` was reached before all ranks had ended.
+        KeyboardInterrupt: SIGINT was received between two events.
         LocalProtocolError: ``simulate`` was called inside a world or a simulation, or a task loops without waiting. On
             a rank: the program used a thread, a process, a socket or another source of nondeterminism.
         TypeError, ValueError: An argument is of the wrong type or out of range.
