@@ -110,8 +110,7 @@ def simulate(
             state on each rank. The states of other generators are derived from the seed and the rank.
 
     Raises:
-        BaseException: An exception that ended a rank and that the fault plan does not explain
-            (:meth:`SimReport.check_ranks`), with a note that names the rank.
+        BaseException: An exception that ended a rank unexplained by the fault plan, with a note that names the rank.
         DeadlockError: No event was left, and not every ``main`` had returned. This message and the next two list what
             each task is waiting for.
         TimeLimitError: ``until_s`` was reached before all ranks had ended.
